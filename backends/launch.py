@@ -121,7 +121,8 @@ COMMON_FAILURES = (
     ),
     Failure(
         # TGI's launcher logs it on every machine without a GPU, also before it serves
-        pattern=r"(?<!compute capability: RuntimeError: Found )[Nn]o NVIDIA driver|libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
+        pattern=r"(?<!compute capability: RuntimeError: Found )[Nn]o NVIDIA driver|"
+        r"libcuda\.so\.1: cannot open|CUDA driver version is insufficient|"
         r"nvidia-container-cli: initialization error",
         reason="there is no NVIDIA driver, or one too old for the image",
         advice="install or update the driver (nvidia-smi must work), or choose an older --image",

@@ -241,7 +241,7 @@ ADAPTER = Adapter(
         Failure(
             pattern=r"EntryNotFoundError: No \S+ weights found for model (\S+)",
             reason="the hub has no weights of {0}, or was not reached",
-            advice="look at the name and see that the host reaches huggingface.co, or give a local directory with --model",
+            advice="look at the name, see that the host reaches huggingface.co, or give a local directory with --model",
         ),
         Failure(
             pattern=r"Download encountered an error",

@@ -42,6 +42,8 @@ class LightLLM:
     name = "lightllm"
     media_type_error: Page | None = None  # the body is read whatever it is called
     metrics_content_type: str | None = None
+    answers: Mapping[str, Callable[[bytes], Page]] = {}
+    open_pages = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

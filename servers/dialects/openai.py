@@ -80,6 +80,8 @@ class OpenAI:
     """The dialect. `owned_by` is how `/v1/models` names the server; None keeps the context length to itself."""
 
     metrics_content_type: str | None = "text/plain; version=0.0.4; charset=utf-8"
+    answers: Mapping[str, Callable[[bytes], Page]] = {}
+    open_pages = False
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name

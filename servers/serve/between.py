@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from servers.serve.http import LAST_CHUNK, Connection, Owner, chunk
+from servers.serve.wire import Headers
 
 HELP = "clean, nagle (small writes wait for the client's ACK), whole (a reply in one piece) or lumps:MS (one every MS)"
 
@@ -57,11 +58,11 @@ class KeptConnection(Connection):
         self._let_go_ns = 0
         self._streaming = False
 
-    def begin_stream(self, content_type: str) -> None:
+    def begin_stream(self, content_type: str, headers: Headers = ()) -> None:
         if math.isfinite(self._lump_ms):  # a proxy that has the headers sends them on
-            super().begin_stream(content_type)
+            super().begin_stream(content_type, headers)
         else:
-            self._kept += self.stream_head(content_type)
+            self._kept += self.stream_head(content_type, headers)
         self._streaming, self._let_go_ns = True, monotonic_ns()
 
     def send(self, data: bytes) -> None:

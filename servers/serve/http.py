@@ -20,7 +20,7 @@ from typing import Protocol
 import httptools
 import msgspec
 
-from servers.serve.wire import Dialect, Page
+from servers.serve.wire import Dialect, Headers, Page
 
 SERVER_HEADER = b"Server: llm-dissect (emulated)\r\n"
 MAX_HEAD_BYTES = 64 * 1024
@@ -207,14 +207,14 @@ class Connection:
         """The head of an answer and the first half of its body."""
         self.send(self._head(page) + page.body[: len(page.body) // 2])
 
-    def begin_stream(self, content_type: str) -> None:
+    def begin_stream(self, content_type: str, headers: Headers = ()) -> None:
         """Starts a chunked answer; chunks go through `send`."""
-        self.send(self.stream_head(content_type))
+        self.send(self.stream_head(content_type, headers))
 
-    def stream_head(self, content_type: str) -> bytes:
-        type_line = b"Content-Type: %b\r\n" % content_type.encode()
+    def stream_head(self, content_type: str, headers: Headers = ()) -> bytes:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (("Content-Type", content_type), *headers)).encode()
         keep = b"" if self._keep_alive() else b"Connection: close\r\n"
-        return b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + type_line + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
+        return b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + lines + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
 
     def end_stream(self, last: bytes, behind: bytes = b"") -> None:
         """Sends `last`, if any, as one more chunk and ends the stream; `behind` goes out in the same write."""

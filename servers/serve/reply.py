@@ -168,7 +168,7 @@ class Reply:
         if self._kind != "unasked_reply":
             return b""
         reply = self._wire.event(self.count, self.count, self._finish) + tail
-        return self.connection.stream_head(self._wire.content_type) + chunk(reply) + LAST_CHUNK
+        return self.connection.stream_head(self._wire.content_type, self._wire.headers) + chunk(reply) + LAST_CHUNK
 
     def _strike(self) -> bool:
         """Breaks the reply midway. False where it goes on after that."""

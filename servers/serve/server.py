@@ -138,12 +138,18 @@ class Server:
     def _page(self, request: Request) -> Page | None:
         """The whole answer to a request, or None: it asks for a generation."""
         dialect, path = self.dialect, request.path
-        guarded = self._authorization is not None and path not in OPEN_PATHS
-        if guarded and request.headers.get(b"authorization") != self._authorization:
+        is_open = path in OPEN_PATHS or (dialect.open_pages and request.method != "POST" and path in dialect.pages)
+        if (
+            self._authorization is not None
+            and not is_open
+            and request.headers.get(b"authorization") != self._authorization
+        ):
             return dialect.error(401)
-        if request.method == "POST" and path in dialect.generations:
+        if request.method == "POST" and (path in dialect.generations or path in dialect.answers):
             media_type = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            return None if media_type == b"application/json" else dialect.media_type_error
+            if media_type != b"application/json" and dialect.media_type_error is not None:
+                return dialect.media_type_error
+            return self._answer(request) if path in dialect.answers else None
         if request.method in ("GET", "HEAD"):
             if path in HEALTH_PATHS and path in dialect.pages and self._starting():
                 return dialect.error(503)
@@ -151,8 +157,14 @@ class Server:
                 return Page(200, self.telemetry.render(), content_type=dialect.metrics_content_type)
             if path in dialect.pages:
                 return dialect.pages[path]()
-        known = path in dialect.generations or path in dialect.pages or path == "/metrics"
+        known = any(path in each for each in (dialect.generations, dialect.answers, dialect.pages, ("/metrics",)))
         return dialect.error(405 if known else 404)
+
+    def _answer(self, request: Request) -> Page:
+        try:
+            return self.dialect.answers[request.path](request.body)
+        except Refusal as refusal:
+            return refusal.page
 
     def _generate(self, connection: Connection, request: Request) -> None:
         self._requests += 1
@@ -187,12 +199,12 @@ class Server:
             self._timing.submit(reply)
         except Rejected as rejected:
             self.telemetry.failed["overloaded" if rejected.status == 429 else "validation"] += 1
-            connection.respond(self.dialect.error(rejected.status, str(rejected)))
+            connection.respond(wire.refused(self.dialect.error(rejected.status, str(rejected))))
             return
         connection.on_close = reply.abandon
         self.telemetry.running.add(reply)
         if wire.streaming:
-            connection.begin_stream(wire.content_type)
+            connection.begin_stream(wire.content_type, wire.headers)
 
     def _fail_at_once(self, connection: Connection, fault: Fault) -> None:
         if fault.kind == "refuse":

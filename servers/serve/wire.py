@@ -31,6 +31,7 @@ UNREFUSED = 1 << 20  # requests at once
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
 Segments = tuple[tuple[int, int], ...]
+Headers = tuple[tuple[str, str], ...]
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -41,7 +42,7 @@ class Page(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     content_type: str | None = "application/json"
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Headers = ()
 
 
 class Refusal(Exception):
@@ -73,13 +74,14 @@ class Wire(ABC):
     """One accepted request, and its reply as the server writes it.
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
-    reports. The three may be changed before the first call below. Tokens are counted from 1. `segments`: what the
-    prompt and a reply of so many tokens are made of, as of servers.schedulers.Sequence.
+    reports. The three may be changed before the first call below. Tokens are counted from 1. `headers`: of a stream.
+    `segments`: what the prompt and a reply of so many tokens are made of, as of servers.schedulers.Sequence.
     """
 
     content_type = "text/event-stream; charset=utf-8"
     failure_before_output = False  # an error inside the stream comes instead of output, not midway
     done = b""  # the event that ends a stream and carries nothing
+    headers: Headers = ()
 
     def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming
@@ -104,6 +106,10 @@ class Wire(ABC):
     def failure(self) -> bytes:
         """The server's error event inside a stream that began with status 200, and what follows it."""
 
+    def refused(self, page: Page) -> Page:
+        """The answer to this request where the scheduler refuses it; `page` is the dialect's error."""
+        return page
+
     @abstractmethod
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         """The reply in one piece, for a request that did not ask for a stream; it took `seconds`."""
@@ -120,12 +126,15 @@ class Token(msgspec.Struct):
 
 class Dialect(Protocol):
     """One kind of server. `pages`: the whole replies to GET, by path; `generations`: by path, what reads the body of a
-    POST (and the request's id) or raises Refusal."""
+    POST (and the request's id) or raises Refusal; `answers`: by path, what answers a POST at once, or raises Refusal.
+    `open_pages`: they need no API key."""
 
     name: str
     media_type_error: Page | None  # the reply to a body that is not declared as JSON; None: it is read all the same
     pages: Mapping[str, Callable[[], Page]]
     generations: Mapping[str, Callable[[bytes, str], Wire]]
+    answers: Mapping[str, Callable[[bytes], Page]]
+    open_pages: bool
     series: Sequence[Series]
     labels: str  # on every sample of `/metrics`
     metrics_content_type: str | None
@@ -134,7 +143,7 @@ class Dialect(Protocol):
         """The server's own body for `status`, with its usual message unless one is given."""
 
 
-def json_page(status: int, value: object, headers: tuple[tuple[str, str], ...] = ()) -> Page:
+def json_page(status: int, value: object, headers: Headers = ()) -> Page:
     return Page(status, encode_json(value), headers=headers)
 
 

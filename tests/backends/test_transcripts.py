@@ -12,7 +12,7 @@ import backends
 from backends.protocol import Decoder, Delta, Kept, ProtocolError
 from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
-from tests.backends.transcripts_real import body
+from tests.backends.transcripts_real import Seen, body, tgi
 
 BACKENDS = {name: backends.get(name) for name in backends.available()}
 
@@ -188,3 +188,40 @@ class TestFuzz:
                 decoder.eof()
             except ProtocolError:
                 pass
+
+
+# What this client never asks for: several prompts at once, and the routes that answer a list.
+ASKED = {
+    "/generate": "tgi",
+    "/generate_stream": "tgi",
+    "/v1/completions": "openai",
+    "/v1/chat/completions": "openai-chat",
+}
+TGI = [seen for seen in tgi() if seen.method == "POST" and seen.path in ASKED and "two prompts" not in seen.case]
+
+
+@pytest.mark.parametrize("seen", TGI, ids=lambda seen: seen.case)
+def test_a_real_tgi_is_understood(seen: Seen) -> None:
+    backend = BACKENDS[ASKED[seen.path]]
+    if seen.status != 200:
+        told = seen.reply.decode().partition('"error":"')[2].partition('"')[0] or seen.reply.decode()
+        assert told[:60] in backend.error_message(seen.status, seen.reply)
+        return
+    deltas, error = replay(backend.decoder(seen.stream), [seen.reply])
+    assert error is None
+    failed = [delta.error for delta in deltas if delta.error is not None]
+    if b'data: {"error"' in seen.reply:
+        assert len(failed) == 1 and failed[0].encode() in seen.reply
+        return
+    assert not failed and sum(delta.finish is not None for delta in deltas) == (b"finish_reason" in seen.reply)
+    made = seen.headers.get("x-generated-tokens")
+    counts = [delta.output_tokens for delta in deltas if delta.output_tokens is not None]
+    if made is not None and counts:
+        assert counts == [int(made)]
+    if seen.stream:
+        roles = seen.reply.count(b'"content":""')  # a token of a character's first bytes looks like a role alone
+        assert sum(delta.n_tokens for delta in deltas) == seen.reply.count(b'"index"') - roles
+    if b"prompt_tokens" in seen.reply or b"input_length" in seen.reply:
+        assert [delta.prompt_tokens for delta in deltas if delta.prompt_tokens is not None] == [
+            4 if "no messages" in seen.case else 10 if "chat" in seen.path else 3
+        ]

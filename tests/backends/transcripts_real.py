@@ -3,7 +3,10 @@ on an H200, whose radix cache, stream interval, incremental output, tokenizer an
 
 from __future__ import annotations
 
+import json
+import lzma
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from backends.protocol import Delta, ProtocolError, ServerRecord, Truncated
 from tests.backends.frames import T, Transcript
@@ -167,3 +170,27 @@ SGLANG = [
         (*[T] * 8, Delta(finish="length"), Delta(prompt_tokens=7, output_tokens=8)),
     ),
 ]  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """A request to a real TGI, and its reply. Headers: those that are its own."""
+
+    case: str
+    method: str
+    path: str
+    body: Any
+    status: int
+    headers: dict[str, str]
+    reply: bytes
+
+    @property
+    def stream(self) -> bool:
+        return "event-stream" in self.headers.get("content-type", "")
+
+
+def tgi() -> list[Seen]:
+    """Text Generation Inference 3.3.6-dev0 (db931fcf) on a CPU, a random OPT of two layers, 2026-11-29. Of a request of
+    many bytes `body` has how many, and the first."""
+    with lzma.open(REAL / "tgi.jsonl.xz", "rt") as lines:
+        read = [json.loads(line) for line in lines]
+    return [Seen(*{**each, "reply": each["reply"].encode()}.values()) for each in read]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.servers.reader import Answer, running
+from servers.schedulers import Rejected
+from servers.serve.timing import FixedTiming, TimedReply
+from tests.backends.transcripts_real import Seen, tgi
+from tests.servers.reader import Answer, Running, running, serving
 
 
 def ask(directory: Path, path: str, body: Any, **headers: str) -> Answer:
@@ -32,7 +37,7 @@ def test_stream_byte_for_byte(tmp_path: Path) -> None:
 def test_details_only_when_asked_for(tmp_path: Path) -> None:
     body = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
     assert [event["details"] for event in ask(tmp_path, "/generate_stream", body).data] == [None, None]
-    assert ask(tmp_path, "/generate", body).json == {"generated_text": " the of", "details": None}
+    assert ask(tmp_path, "/generate", body).json == {"generated_text": " the of"}
 
 
 def test_plain_frames_and_general_ones_agree(tmp_path: Path) -> None:
@@ -53,10 +58,106 @@ def test_whole_reply_and_its_headers(tmp_path: Path) -> None:
     assert answer.headers["x-generated-tokens"] == "2"
 
 
-def test_root_goes_either_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/", "/invocations"])
+def test_root_goes_either_way_and_repeats_the_prompt(tmp_path: Path, path: str) -> None:
     parameters = {"max_new_tokens": 2}
-    assert ask(tmp_path, "/", {"inputs": "a", "parameters": parameters}).json["generated_text"] == " the of"
-    assert len(ask(tmp_path, "/", {"inputs": "a", "parameters": parameters, "stream": True}).events) == 2
+    assert ask(tmp_path, path, {"inputs": "a", "parameters": parameters}).json == [{"generated_text": "a the of"}]
+    stream = ask(tmp_path, path, {"inputs": "a", "parameters": parameters, "stream": True}).data
+    assert [event["generated_text"] for event in stream] == [None, "a the of"]
+    alone = ask(tmp_path, path, {"inputs": "a", "parameters": {**parameters, "return_full_text": False}})
+    assert alone.json == [{"generated_text": " the of"}]
+
+
+def test_a_seed_is_told_of_what_was_sampled_alone(tmp_path: Path) -> None:
+    def seed(**more: Any) -> Any:
+        parameters = {"max_new_tokens": 1, "details": True, **more}
+        return ask(tmp_path, "/generate", {"inputs": "a", "parameters": parameters}).json["details"]["seed"]
+
+    assert seed(seed=7) is None and seed(seed=7, do_sample=True) == 7
+    assert isinstance(seed(temperature=0.5), int)
+
+
+def test_a_body_over_two_million_bytes(tmp_path: Path) -> None:
+    assert ask(tmp_path, "/generate", {"inputs": "w" * 2_000_000}).status == 413
+
+
+class Full(FixedTiming):
+    def submit(self, reply: TimedReply) -> None:
+        raise Rejected(429, "Model is overloaded")
+
+
+def test_an_overload_is_told_inside_a_stream(tmp_path: Path) -> None:
+    with serving(tmp_path, Full(0, 0), "tgi") as server:
+        whole = server.post("/generate", {"inputs": "a"})
+        assert (whole.status, whole.json) == (429, {"error": "Model is overloaded", "error_type": "overloaded"})
+        stream = server.post("/generate_stream", {"inputs": "a"})
+        assert (stream.status, stream.data) == (200, [whole.json])
+        chat = server.post("/v1/chat/completions", {"messages": [], "stream": True})
+        error = {"error": {"message": "Model is overloaded", "http_status_code": 422}}
+        assert (chat.status, chat.data) == (200, [error]) and chat.events[-1] == b"data: [DONE]\n\n"
+
+
+def test_a_key_is_for_replies_and_tokens_alone(tmp_path: Path) -> None:
+    with running(tmp_path, "tgi", api_key="k") as server:
+        for path in ("/generate", "/", "/v1/completions", "/tokenize"):
+            refused = server.post(path, {"inputs": "a"})
+            assert (refused.status, refused.body) == (401, b"")
+        for path in ("/info", "/health", "/metrics", "/v1/models", "/"):
+            assert server.ask("GET", path).status == 200
+        assert server.post("/tokenize", {"inputs": "a"}, Authorization="Bearer k").status == 200
+
+
+# What stands for one sequence cannot be several, and what has no model cannot lose it.
+NOT_EMULATED = ("two prompts", "logprobs", "shard", "overloaded", "key asked for", "chat_tokenize")
+REAL = [each for each in tgi() if not any(words in each.case for words in NOT_EMULATED)]
+
+
+def shape(value: Any) -> Any:
+    """The names of its fields, all the way down; of lists what the first item has."""
+    if isinstance(value, dict):
+        return {name: shape(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [shape(part) for part in value[:1]]
+    return None
+
+
+def shapes(body: bytes, stream: bool) -> Any:
+    """Of a stream: of its first event and its last, and whether [DONE] ends it."""
+    if not stream:
+        return shape(json.loads(body)) if body[:1] in (b"{", b"[") else body.partition(b": ")[0]
+    events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
+    told = [event for event in events if event != b"[DONE]"]
+    return shape(json.loads(told[0])), shape(json.loads(told[-1])), events[-1] == b"[DONE]"
+
+
+def sent(seen: Seen) -> Any:
+    """Its body; a long one as long as it was."""
+    if isinstance(seen.body, str):
+        return seen.body.encode()
+    if not isinstance(seen.body, dict) or "long" not in seen.body:
+        return seen.body
+    words = "w" * 2_100_000 if "2 MB" in seen.case else "word " * 3002
+    if "chat" in seen.path:
+        return {"messages": [{"role": "user", "content": words}], "max_tokens": 2, "stream": True}
+    return {"inputs": words, "parameters": {"max_new_tokens": 4}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("tgi"), "tgi", ttft_ms=0, itl_ms=0, max_model_len=2048) as server:
+        yield server
+
+
+@pytest.mark.parametrize("seen", REAL, ids=lambda seen: seen.case)
+def test_status_fields_and_headers_are_those_of_a_real_server(seen: Seen, served: Running) -> None:
+    content_type = "text/plain" if seen.case == "content type missing" else "application/json"
+    answer = served.ask(seen.method, seen.path, sent(seen), Content_Type=content_type)
+    assert answer.status == seen.status
+    assert ("event-stream" in answer.headers.get("content-type", "")) == seen.stream
+    assert shapes(answer.body, seen.stream) == shapes(seen.reply, seen.stream)
+    error = seen.stream and b'"error"' in seen.reply
+    own = {name for name in seen.headers if name.startswith("x-") or name == "cache-control"}
+    assert error or own <= set(answer.headers)
 
 
 @pytest.mark.parametrize(

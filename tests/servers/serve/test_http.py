@@ -135,14 +135,17 @@ def test_wrong_routes_and_methods(tmp_path: Path, dialect: str) -> None:
             assert (error["message"], error["code"]) == ("Method Not Allowed", 405)
 
 
-@pytest.mark.parametrize(("dialect", "body"), [("vllm", b'{"error":"Unauthorized"}'), ("tgi", b"")])
-def test_api_key(tmp_path: Path, dialect: str, body: bytes) -> None:
-    path = "/v1/models" if dialect == "vllm" else "/info"
+@pytest.mark.parametrize(
+    ("dialect", "asked", "body"),
+    [("vllm", ("GET", "/v1/models"), b'{"error":"Unauthorized"}'),
+     ("tgi", ("POST", "/tokenize", {"inputs": "a"}), b"")],
+)  # fmt: skip
+def test_api_key(tmp_path: Path, dialect: str, asked: tuple[Any, ...], body: bytes) -> None:
     with running(tmp_path, dialect, api_key="sesame") as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
-            answer = server.ask("GET", path, **headers)
+            answer = server.ask(*asked, **headers)
             assert (answer.status, answer.body) == (401, body)
-        assert server.ask("GET", path, Authorization="Bearer sesame").status == 200
+        assert server.ask(*asked, Authorization="Bearer sesame").status == 200
         assert server.ask("GET", "/health").status == 200
 
 
