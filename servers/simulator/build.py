@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -100,7 +101,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     expert_imbalance: float = 1.0
     profile: Path | None = None
     prefix_caching: bool = False
-    options: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, int | float], ...] = ()
 
     def precision(self) -> Precision:
         """Raises EmulationError."""
@@ -119,7 +120,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     cost: StepCost
     profile: Profile
     facts: Emulation
-    settings: dict[str, int]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
+    settings: dict[str, Any]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
 
     def engine(
@@ -160,7 +161,7 @@ def _scheduler(emulated: Emulated) -> Scheduler:
     return make(emulated.kv_tokens, settings)
 
 
-def _groups(setup: Setup, settings: dict[str, int], tp: int) -> Groups | None:
+def _groups(setup: Setup, settings: dict[str, Any], tp: int) -> Groups | None:
     """How the server divides its KV cache among layers that keep differently; None: every layer keeps every token."""
     keeping = setup.model.keeping
     widths = {kind.attention.kv_values for kind in keeping}
@@ -336,14 +337,14 @@ def routed(model: ModelSpec, imbalance: float) -> ModelSpec:
     return replace(model, kinds=kinds)
 
 
-def _settings(setup: Setup, gpu: Gpu) -> dict[str, int]:
+def _settings(setup: Setup, gpu: Gpu) -> dict[str, Any]:
     """Of the scheduler: as loadgen starts such a server, as the setup says, and last its `options`."""
     kind = _SCHEDULERS[setup.scheduler]
     batched = {} if setup.max_batched_tokens is None else {kind.batched: setup.max_batched_tokens}
     return kind.chosen(setup, gpu) | batched | dict(setup.options)
 
 
-def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, int]) -> Reserve:
+def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, Any]) -> Reserve:
     if setup.scheduler != "vllm@v1":
         return lambda precision, tp: ASSUMED_BYTES
     tokens, rows = settings["budget_tokens"], settings["max_running"]
@@ -359,7 +360,7 @@ def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, int]) -> Reserve:
     return of_vllm
 
 
-def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, int]) -> int:
+def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, Any]) -> int:
     """Tokens in the KV cache where `room` bytes of each GPU are left, as the server counts them."""
     model = setup.model
     groups = _groups(setup, settings, tp)
@@ -485,6 +486,8 @@ def _check_options(setup: Setup) -> None:
             right, may_be = 0 <= value < math.inf, "at least 0"
         else:
             right, may_be = value >= 1, "at least 1"
+        if isinstance(value, float) and not isinstance(settings[name], float):
+            right, may_be = False, f"a whole number{'' if isinstance(settings[name], bool) else ', ' + may_be}"
         if not right:
             raise EmulationError(f"the scheduler's setting {name} is {value}; it must be {may_be}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -113,10 +114,12 @@ class Hardware(ModelledOptions):
         return self.topology
 
 
-def _option(text: str) -> tuple[str, int]:
+def _option(text: str) -> tuple[str, int | float]:
     name, _, value = text.partition("=")
-    if not (name and value.isascii() and value.isdecimal()):
+    if not name or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
         raise EmulationError(f"--scheduler-arg '{text}' must be NAME=NUMBER, such as max_concurrent_requests=128.")
-    if len(value) > MOST_DIGITS:
-        raise EmulationError(f"--scheduler-arg {name} has {len(value)} digits; a number may have {MOST_DIGITS}.")
-    return name, int(value)
+    whole, point, _ = value.partition(".")
+    digits = len(value) - len(point)
+    if digits > MOST_DIGITS:
+        raise EmulationError(f"--scheduler-arg {name} has {digits} digits; a number may have {MOST_DIGITS}.")
+    return name, float(value) if point else int(whole)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -308,6 +310,26 @@ def test_tgi3_without_chunking_waits_for_three_tenths_of_those_running() -> None
     enter(scheduler, (512, 100))
     assert rows(finish_all(scheduler, 1)[0]) == (2, 0)
     assert rows(finish_all(scheduler, 1)[0]) == (0, 10)
+
+
+BATCHES = json.loads(Path(__file__).with_name("tgi_batches.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", BATCHES, ids=lambda run: f"{run['requests']} of {run['input_tokens']}")
+def test_tgi3_makes_the_batches_of_a_real_router(run: dict[str, Any]) -> None:
+    """A burst of which one request came first."""
+    scheduler = made(
+        Tgi3, 100_000_000, chunking=False, max_concurrent_requests=2000,
+        max_batch_prefill_tokens=run["max_batch_prefill_tokens"], max_waiting_tokens=run["max_waiting_tokens"],
+    )  # fmt: skip
+    shape = run["input_tokens"], run["output_tokens"]
+    enter(scheduler, shape)
+    steps = finish_all(scheduler, 1)
+    enter(scheduler, *[shape] * (run["requests"] - 1))
+    steps += finish_all(scheduler, 10_000)
+    prefills = [number for number, step in enumerate(steps) if step.prefill_rows]
+    since = [None, *(after - before - 1 for before, after in pairwise(prefills))]
+    assert [[steps[number].prefill_rows, gap] for number, gap in zip(prefills, since, strict=True)] == run["batches"]
 
 
 def test_tgi3_generates_long_outputs_1024_tokens_at_a_time() -> None:

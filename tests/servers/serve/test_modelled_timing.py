@@ -480,6 +480,11 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
         ),
         ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
         ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
+        ("tgi", "chunking=0.5", "chunking is 0.5; it must be a whole number[.]"),
+        ("tgi", "max_batch_size=1.5", "max_batch_size is 1.5; it must be a whole number, at least 1"),
+        ("tgi", "waiting_served_ratio=1.2.3", "must be NAME=NUMBER"),
+        ("tgi", "waiting_served_ratio=-1", "must be NAME=NUMBER"),
+        ("tgi", "waiting_served_ratio=1.000000000", "has 10 digits; a number may have 9"),
         ("lightllm", "running_max_req_size=0", "running_max_req_size is 0; it must be at least 1"),
         ("lightllm", "batch_max_tokens=1", "lightllm@1.2 cannot serve with these settings .*batch_max_tokens=1"),
     ],
@@ -487,6 +492,27 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
 def test_settings_that_no_scheduler_can_have(backend: str, setting: str, said: str) -> None:
     with pytest.raises(EmulationError, match=said):
         emulated(backend, scheduler_arg=(setting,))
+
+
+def test_a_burst_on_tgi_begins_with_a_batch_of_one() -> None:
+    """Its router takes requests in one by one, and begins with the first."""
+    world = emulated("tgi", scheduler_arg=("chunking=0", "max_batch_prefill_tokens=4096"))
+    outcomes = virtual.simulate(world, [(0.0, 512, 8)] * 40)
+    first = sorted(outcome.times_s[0] for outcome in outcomes)
+    begins = [place for place, (before, at) in enumerate(itertools.pairwise(first), 1) if at - before > 1e-3]
+    assert begins[:3] == [1, 9, 17]
+
+
+def test_a_setting_may_be_a_fraction() -> None:
+    """With 1.2 a batch of less than 1.2 times the running waits for steps to go by, with 0.3 it does not."""
+
+    def batches(ratio: str) -> int:
+        settings = ("chunking=0", "max_batch_prefill_tokens=1024", f"waiting_served_ratio={ratio}")
+        outcomes = virtual.simulate(emulated("tgi", scheduler_arg=settings), [(0.0, 256, 40)] * 24)
+        return len({outcome.times_s[0] for outcome in outcomes if outcome.times_s[0] < outcomes[0].times_s[-1]})
+
+    assert emulated("tgi", scheduler_arg=("waiting_served_ratio=1.2",)).settings["waiting_served_ratio"] == 1.2
+    assert batches("1.2") < batches("0.3")
 
 
 @pytest.mark.parametrize("streams", [None, Streams(2, 2)])
