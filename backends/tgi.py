@@ -265,6 +265,10 @@ BACKEND = Backend(
     read_account=read_account,
     server_metrics={
         "e2el_seconds": "tgi_request_duration",
+        "queue_seconds": "tgi_request_queue_duration",
+        "validation_seconds": "tgi_request_validation_duration",
+        "inference_seconds": "tgi_request_inference_duration",
+        "time_per_token_seconds": "tgi_request_mean_time_per_token_duration",
         "running": "tgi_batch_current_size",
         "waiting": "tgi_queue_size",
         "kv_reserved_tokens": "tgi_batch_current_max_tokens",

@@ -26,6 +26,7 @@ SCHEMA = "loadgen.server/1"
 FILE = "server.jsonl"
 MOST_LINE_BYTES = 1 << 20  # of a sample: of a thousand GPUs
 MOST_SAMPLES = 1 << 20  # twelve days, one a second
+PARTS = ("queue", "validation", "prefill", "inference", "time_per_token", "tpot")  # histograms of a request's parts
 UNREADABLE = (OSError, EOFError, zlib.error)  # a file, packed or not
 
 
@@ -101,6 +102,8 @@ class ServerStats(msgspec.Struct, kw_only=True):
     ttft_mean_ms: float | None = None
     itl_mean_ms: float | None = None
     e2el_mean_ms: float | None = None
+    ended: int | UnsetType | None = UNSET  # requests in the histogram of e2el
+    parts_ms: dict[str, float] | UnsetType = UNSET  # means of other histograms, by their neutral names
     replicas: list[ReplicaStats] | UnsetType = UNSET  # where there are several
 
 
@@ -254,6 +257,7 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         seconds, count = rise(f"{name}_sum"), rise(f"{name}_count")
         return 1000 * seconds / count if seconds is not None and count else None
 
+    parts_ms = {name: mean for name in PARTS if (mean := mean_ms(f"{name}_seconds")) is not None}
     reasons = Counter(sample.error for sample in window if sample.error is not None)
     return ServerStats(
         samples=len(window),
@@ -272,6 +276,8 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         ttft_mean_ms=mean_ms("ttft_seconds"),
         itl_mean_ms=mean_ms("itl_seconds"),
         e2el_mean_ms=mean_ms("e2el_seconds"),
+        ended=UNSET if (ended := rise("e2el_seconds_count")) is None else round(ended),
+        parts_ms=parts_ms or UNSET,
         replicas=[_replica(url, place, window) for place, url in enumerate(replicas)] or UNSET,
     )
 

@@ -67,9 +67,10 @@ def build(
     slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
     rules, measured = _rules(convention), table.measured()
-    duration_s = metrics.duration_s(measured, rules)
-    tokens = _tokens(measured)
+    duration_s, tokens = metrics.duration_s(measured, rules), _tokens(measured)
     silent = stalls.find(measured, _worst(facts, "loop_lag_max_ms"))
+    summaries = {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS}
+    server, told = seen.server if seen is not None else None, slices.by_the_server(measured, rules)
     numbers = Numbers(
         schema=SCHEMA,
         version=manifest.version,
@@ -86,27 +87,26 @@ def build(
         tokens=tokens,
         duration_s=duration_s,
         throughput=_throughput(int(measured.ok.sum()), tokens, duration_s),
-        metrics={name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS},
+        metrics=summaries,
         goodput=_goodput(measured, slos, rules, duration_s),
         burst=_burst(measured),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
-        emulation=manifest.emulation,
-        launch=manifest.launch,
-        server=seen.server if seen is not None else None,
+        server=server,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
         asked_prompt_tokens=slices.lengths(sessions.added_tokens(measured), manifest.config.get("input_tokens")),
         asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
         **_on_the_wire(manifest, measured, facts, rules),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
-        sharing=sharing.build(measured, seen.server if seen is not None else None, rules),
+        sharing=sharing.build(measured, server, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
         stalls=silent,
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
-        cluster=manifest.cluster,
-        server_requests=slices.by_the_server(measured, rules),
+        **{name: getattr(manifest, name) for name in ("emulation", "launch", "cluster")},
+        server_requests=told,
+        stamps=slices.stamps(told, server, summaries),
         **stalls.of_client(measured, facts, rules),
         steady=_steady(measured, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from backends.untrusted import printable
 from loadgen.monitor.server_view import ServerStats
-from loadgen.report import client_findings, cluster, metrics, sessions, sharing
+from loadgen.report import client_findings, cluster, metrics, sessions, sharing, slices
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers, Window
@@ -122,6 +122,7 @@ def find(
         *_unsteady(numbers),
         *_transient(numbers),
         *_server(numbers),
+        *slices.apart(numbers),
         *_insecure(manifest),
         *_samples(numbers.requests.ok),
     ]

@@ -84,6 +84,22 @@ class ServerRequests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     accepted_tokens: int | None = None
 
 
+class Stamp(msgspec.Struct, frozen=True):
+    """One part of a request in the mean, by the server's own clock and, where the client has it too, by the client's.
+    n: requests that the server counted, 0 where it does not say; by: where it says so."""
+
+    name: str
+    server_ms: float
+    client_ms: float | None
+    n: int
+    by: str
+
+    @property
+    def between_ms(self) -> float | None:
+        """What the client's time has beyond the server's."""
+        return None if self.client_ms is None else self.client_ms - self.server_ms
+
+
 class Burst(msgspec.Struct, frozen=True):
     """How synchronous the requests due at t = 0 were."""
 
@@ -254,6 +270,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed the connection that they reused.
     ttft_answer_ms: from the request to the first event of the answer, of replies whose reasoning was told apart.
     reply_models: models that replies named in place of the one that was asked for, and how many did.
+    stamps: the server's own times beside the client's.
     quick_acks: whether each read was acknowledged at once, as ordinary clients do not.
     ttft_of_delivery: replies came in pieces, and ttft is when the first of them was delivered.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
@@ -307,6 +324,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     late_statistics: dict[str, list[str]] = {}
     steady: Steady | None = None
     reply_models: dict[str, int] = {}
+    stamps: list[Stamp] = []
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -8,16 +8,18 @@ a dataset without a tokenizer), the server's count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import ServerRecord
+from loadgen.monitor.server_view import ServerStats
 from loadgen.report import metrics
+from loadgen.report.finding import Finding
 from loadgen.report.metrics import Column, Convention, Summary
-from loadgen.report.schema import Lengths, PhaseStats, PromptQuartile, ServerRequests, Window
+from loadgen.report.schema import Lengths, Numbers, PhaseStats, PromptQuartile, ServerRequests, Stamp, Window
 from loadgen.rundir import Manifest, Phase
 from loadgen.rundir.records import Table
 from loadgen.steady import flows
@@ -31,6 +33,16 @@ PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
 _ALWAYS = ("mean", "p50")  # others only where the window holds enough to bound them
+REPLIES, METRICS = "its replies", "its /metrics"
+# What a client times too, by the same definition. The others are parts of it that a server alone can see; a server's
+# time a token may count the prompt's time as well.
+ALIKE = ("ttft", "tpot", "itl", "e2el")
+# Both are means of thousands of stamps; below this lie what HTTP takes on a busy machine, and milliseconds in whole
+# numbers (TGI's headers).
+RESOLUTION_MS, RESOLUTION_RATIO = 5.0, 0.1
+# Of the requests: a histogram that counts more of them, or fewer, is of other requests too.
+OTHERS_RATIO = 0.02
+UNIT_RATIO = 100.0  # a mean that is so many times the client's is in another unit
 STATISTICS = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}  # of percentiles their shares
 
 
@@ -178,3 +190,56 @@ def _sum_told(records: list[ServerRecord], name: str) -> int | None:
 
 def _summary(column: Column, rules: Convention) -> Summary:
     return metrics.summary(metrics.defined(column), rules.percentile)
+
+
+def stamps(told: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:
+    """What the server's own clock says of requests, beside the client's, in the mean: by its replies where they tell,
+    else by the histograms of `/metrics`, which hold all requests that it answered meanwhile, those of others too. seen:
+    the client's metrics of all requests."""
+    found: dict[str, Stamp] = {}
+    if told is not None:
+        for name, own in told.metrics.items():
+            if own.mean is not None:
+                client = told.client.get(name)
+                named = name.removesuffix("_ms")
+                found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES)
+    for name, own_ms in _of_metrics(server):
+        client = seen[f"{name}_ms"] if name in ALIKE else None
+        client_ms = None if client is None else client.mean
+        if name not in found and not (client_ms and own_ms > UNIT_RATIO * client_ms):
+            found[name] = Stamp(name, own_ms, client_ms, (server and server.ended) or 0, METRICS)
+    return list(found.values())
+
+
+def _of_metrics(server: ServerStats | None) -> Iterator[tuple[str, float]]:
+    if server is None:
+        return
+    yield from (server.parts_ms or {}).items()
+    for name in ("ttft", "itl", "e2el"):
+        mean_ms: float | None = getattr(server, f"{name}_mean_ms")
+        if mean_ms is not None:
+            yield name, mean_ms
+
+
+def apart(numbers: Numbers) -> Iterator[Finding]:
+    """Where the two clocks part by more than they resolve."""
+    lag_ms = 0.0 if numbers.client is None else numbers.client.loop_lag_p99_ms or 0.0
+    listed = [stamp for stamp in numbers.stamps if _part(stamp, lag_ms, numbers.requests.ok)]
+    if listed:
+        each = "; ".join(f"{s.name} {s.server_ms:.1f} ms, by the client {s.client_ms or 0:.1f}" for s in listed)
+        later = sum(stamp.between_ms or 0 for stamp in listed) > 0
+        yield Finding(
+            code="STAMPS_PART",
+            severity="info",
+            message=f"The server's own clock and the client's part in the mean: {each}.",
+            advice="What lies between is network, proxies and the server's HTTP process: look there before its engine."
+            if later
+            else "The server counts more than the client saw: others may use it, or its times are of another kind.",
+        )
+
+
+def _part(stamp: Stamp, lag_ms: float, ok: int) -> bool:
+    """Of histograms only where they hold these requests and no others, whose number is known."""
+    if stamp.between_ms is None or (stamp.by == METRICS and abs(stamp.n - ok) > OTHERS_RATIO * ok):
+        return False
+    return abs(stamp.between_ms) > max(RESOLUTION_MS, lag_ms, RESOLUTION_RATIO * (stamp.client_ms or 0.0))

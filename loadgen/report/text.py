@@ -25,6 +25,7 @@ from loadgen.report.schema import (
     ServerRequests,
     SessionStats,
     Sharing,
+    Stamp,
     Steady,
     TurnStats,
     Window,
@@ -138,9 +139,10 @@ def summary_lines(report: Report) -> list[str]:
     if report.cluster is not None:
         lines += cluster.lines(report.cluster)
     if report.server_requests is not None:
-        lines.append(_server_requests_line(report.server_requests))
+        lines += filter(None, [_server_requests_line(report.server_requests)])
     if report.server is not None:
-        lines += _server_lines(report.server, report.metrics["ttft_ms"].mean, requests.ok > 0)
+        lines += _server_lines(report.server, requests.ok > 0)
+    lines += _stamp_lines(report.stamps)
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
@@ -338,8 +340,8 @@ def off_by_metric(report: Report) -> dict[str, str]:
     }
 
 
-def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: bool) -> Iterator[str]:
-    """The server's own counts, as far as it has them; beside its mean ttft, the client's. `answered`: whether a request
+def _server_lines(server: ServerStats, answered: bool) -> Iterator[str]:
+    """The server's own counts, as far as it has them. `answered`: whether a request
     was: then samples that saw none running came too seldom, and their largest values say nothing."""
     kv_ratio = server.kv_cache_usage_max_ratio
     unseen = answered and server.running_max == 0
@@ -355,10 +357,7 @@ def _server_lines(server: ServerStats, client_ttft_ms: float | None, answered: b
     phrases = largest + _phrases(
         ("{} preemptions", server.preemptions),
         ("{} prompt tokens from its prefix cache", server.prefix_cache_hits),
-        ("mean ttft by its own count {} ms", server.ttft_mean_ms),
     )
-    if server.ttft_mean_ms is not None:
-        phrases.append(f"by the client's {number(client_ttft_ms)} ms")
     if phrases:
         yield f"Server: {', '.join(phrases)}."
     if server.replicas:
@@ -382,17 +381,29 @@ REPLICA_HEADS = (
 
 
 def _server_requests_line(told: ServerRequests) -> str:
-    """Means by the server's clock, each with the client's where it has one."""
-    phrases = []
-    for name, summary in told.metrics.items():
-        own, client = summary.mean, told.client.get(name)
-        beside = ""
-        if own and client is not None and client.mean is not None:
-            beside = f" (the client's {number(client.mean)}, {client.mean / own - 1:+.1%})"
-        phrases.append(f"{name.removesuffix('_ms')} {number(own)} ms{beside}")
-    phrases += _phrases(("{} retractions", told.retractions or None), ("{} tokens drafted", told.drafted_tokens),
-                        ("{} of them accepted", told.accepted_tokens))  # fmt: skip
-    return f"By the server's own clock: {', '.join(phrases)}, in the mean of {number(told.requests)} requests."
+    """What replies count."""
+    phrases = _phrases(("{} retractions", told.retractions or None), ("{} tokens drafted", told.drafted_tokens),
+                       ("{} of them accepted", told.accepted_tokens))  # fmt: skip
+    return f"By the server's replies: {', '.join(phrases)}." if phrases else ""
+
+
+STAMP_HEADS = ("mean, ms", "server", "client", "between")
+
+
+def stamp_rows(stamps: Sequence[Stamp]) -> Iterator[list[str]]:
+    """The server's own time of each part of a request, the client's, and what lies between."""
+    for stamp in stamps:
+        yield [stamp.name, number(stamp.server_ms), number(stamp.client_ms), number(stamp.between_ms)]
+
+
+def _stamp_lines(stamps: Sequence[Stamp]) -> Iterator[str]:
+    if stamps:
+        parts = [
+            f"{name} {own}" + (f" (client {client}, between {between})" if client != number(None) else "")
+            for name, own, client, between in stamp_rows(stamps)
+        ]
+        told = " and ".join(dict.fromkeys(stamp.by for stamp in stamps))
+        yield f"By the server's own clock, mean ms ({told}): {', '.join(parts)}."
 
 
 def _gpu_lines(gpus: GpuUse) -> Iterator[str]:

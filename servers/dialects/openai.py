@@ -431,6 +431,7 @@ def series(max_model_len: int) -> list[Series]:
         Distribution("vllm:request_time_per_output_token_seconds", "Mean time a token.", "tpot", _TOKEN_S),
         Distribution("vllm:e2e_request_latency_seconds", "Time of the whole request.", "e2e", _REQUEST_S),
         Distribution("vllm:request_queue_time_seconds", "Time waiting.", "queue", _REQUEST_S),
+        Distribution("vllm:request_prefill_time_seconds", "Time computing the prompt.", "ttft", _REQUEST_S),
         Distribution("vllm:request_decode_time_seconds", "Time decoding.", "decode", _REQUEST_S),
         Distribution("vllm:request_prompt_tokens", "Prompt tokens a request.", "prompt_tokens", tokens),
         Distribution("vllm:request_generation_tokens", "Output tokens a request.", "output_tokens", tokens),

@@ -164,6 +164,10 @@ def _numbers(run: Shown) -> Iterator[Block]:
     yield from _parts(report)
     if report.server is not None and report.server.replicas:
         yield Table(headers=list(text.REPLICA_HEADS), rows=list(text.replica_rows(report.server)), caption="By replica")
+    if report.stamps:
+        told = " and ".join(dict.fromkeys(stamp.by for stamp in report.stamps))
+        caption = f"The server's own times, as {told} have them"
+        yield Table(headers=list(text.STAMP_HEADS), rows=list(text.stamp_rows(report.stamps)), caption=caption)
     yield Table(headers=["outcome", "requests"], rows=outcomes, caption="Requests by outcome")
     yield Items(items=[Listed(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))])
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.monitor.server_view import ServerStats
 from loadgen.report import build, slices
 from loadgen.report import text as texts
-from loadgen.report.metrics import CONVENTIONS
-from loadgen.report.schema import Lengths, Report
+from loadgen.report.metrics import CONVENTIONS, Summary
+from loadgen.report.schema import Lengths, Report, ServerRequests
 from loadgen.rundir import Phase
 from loadgen.rundir.records import Record, table
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
@@ -142,3 +143,35 @@ def test_a_prompt_length_without_a_ttft_is_left_out() -> None:
     rows[1] = msgspec.structs.replace(rows[1], first_token_ns=None, last_token_ns=None, itl_us=[], events=0)
     found = slices.prompts(table(rows), OURS)
     assert found is not None and found.tokens.tolist() == list(range(102, 140)) == found.ttft_ms.tolist()
+
+
+def seen(**mean_ms: float) -> dict[str, Summary]:
+    return {f"{name}_ms": Summary(n=100, mean=mean_ms.get(name)) for name in ("ttft", "tpot", "itl", "e2el")}
+
+
+def test_stamps_of_replies_go_before_those_of_histograms() -> None:
+    told = ServerRequests(
+        requests=90, metrics={"e2el_ms": Summary(n=90, mean=100.0)}, client={"e2el_ms": Summary(n=90, mean=103.0)}
+    )
+    server = ServerStats(e2el_mean_ms=99.0, ttft_mean_ms=10.0, parts_ms={"queue": 2.0}, ended=100)
+    listed = {each.name: each for each in slices.stamps(told, server, seen(ttft=12.0, e2el=102.0))}
+    assert (listed["e2el"].server_ms, listed["e2el"].between_ms, listed["e2el"].n) == (100.0, 3.0, 90)
+    assert (listed["ttft"].server_ms, listed["ttft"].client_ms, listed["ttft"].n) == (10.0, 12.0, 100)
+    assert listed["queue"].client_ms is None and listed["queue"].between_ms is None
+    assert slices.stamps(None, None, seen()) == []
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "counted", "codes"),
+    [
+        (100.0, 100, {"STAMPS_PART"}),  # 40 of 140 ms lie between
+        (139.0, 100, set()),
+        (100.0, 150, set()),  # of others too
+        (140_000.0, 100, set()),  # in another unit: left out
+    ],
+)
+def test_where_the_clocks_part(own_ms: float, counted: int, codes: set[str]) -> None:
+    stamps = slices.stamps(None, ServerStats(e2el_mean_ms=own_ms, ended=counted), seen(e2el=140.0))
+    built = build.build(manifest(), table([request(number) for number in range(100)]), [facts()])
+    numbers = msgspec.structs.replace(built, stamps=stamps)
+    assert {finding.code for finding in slices.apart(numbers)} == codes
