@@ -38,7 +38,8 @@ STALE_S = 30.0
 KEEP_S = 7 * 86400.0
 MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128 with the label's name
 REQUEST_TIMEOUT_S = 30.0
-MOST_CONNECTIONS, MOST_PAGES, MOST_WAIT_S = 64, 2, 1.0  # at once; a page takes a core
+MOST_CONNECTIONS, MOST_PAGES = 64, 2  # at once; a page takes a core
+MOST_WAITING, MOST_WAIT_S = 6, 1.0  # for a page; who comes then is refused at once
 _NAME, _LABEL = re.compile("bench_[a-zA-Z0-9_]+"), re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 _OF_EACH_RUN = ("bench_run_info", "bench_run_state", "bench_run_updated_timestamp_seconds")
 _OWN = ("bench_exporter_runs", "bench_exporter_broken_snapshots", "bench_exporter_scrape_seconds")
@@ -263,7 +264,21 @@ def address(host: str, port: int) -> str:
 def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     """A server that listens already and answers as soon as somebody runs it. Raises RunError."""
 
-    pages = threading.BoundedSemaphore(MOST_PAGES)
+    pages, places = threading.BoundedSemaphore(MOST_PAGES), threading.BoundedSemaphore(MOST_PAGES + MOST_WAITING)
+
+    def page(accept: str) -> tuple[bytes, str] | None:
+        """None where too many ask."""
+        if not places.acquire(blocking=False):
+            return None
+        try:
+            if not pages.acquire(timeout=MOST_WAIT_S):
+                return None
+            try:
+                return exporter.page(accept)
+            finally:
+                pages.release()
+        finally:
+            places.release()
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
@@ -272,15 +287,12 @@ def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
         if environ.get("PATH_INFO") not in ("/metrics", "/"):
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]
-        if not pages.acquire(timeout=MOST_WAIT_S):
+        found = page(environ.get("HTTP_ACCEPT", ""))
+        if found is None:
             start_response("503 Service Unavailable", [("Retry-After", "1"), ("Content-Type", "text/plain")])
             return [b"too many ask at once\n"]
-        try:
-            body, content_type = exporter.page(environ.get("HTTP_ACCEPT", ""))
-        finally:
-            pages.release()
-        start_response("200 OK", [("Content-Type", content_type)])
-        return [body] if environ["REQUEST_METHOD"] == "GET" else []
+        start_response("200 OK", [("Content-Type", found[1])])
+        return [found[0]] if environ["REQUEST_METHOD"] == "GET" else []
 
     try:
         return make_server(host, port, application, _Server6 if ":" in host else _Server, _Quiet)

@@ -387,6 +387,47 @@ def test_more_scrapes_than_it_can_answer_are_refused_at_once(tmp_path: Path, mon
         server.shutdown()
 
 
+def test_two_hundred_scrapes_a_second_are_answered_or_refused(tmp_path: Path) -> None:
+    """All of them, whoever comes first; more pages and more waiting than there may be are never under way."""
+    put(tmp_path, "a")
+    under_way, most, lock = [0], [0], threading.Lock()
+
+    class Counted(Exporter):
+        def page(self, accept: str = "") -> tuple[bytes, str]:
+            with lock:
+                under_way[0] += 1
+                most[0] = max(most[0], under_way[0])
+            try:
+                time.sleep(0.02)
+                return super().page(accept)
+            finally:
+                with lock:
+                    under_way[0] -= 1
+
+    answers: list[int] = []
+
+    def scrape() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            reply = connection.getresponse()
+            body = reply.read()
+        assert b'run_id="a"' in body or reply.status == 503
+        answers.append(reply.status)
+
+    with serve(Counted(tmp_path), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threads = [threading.Thread(target=scrape) for _ in range(200)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.005)
+        for thread in threads:
+            thread.join()
+        server.shutdown()
+    assert set(answers) <= {200, 503} and answers.count(200) >= 2
+    assert most[0] <= exporter.MOST_PAGES
+
+
 def exporter_threads(server: Any) -> bool:
     """Whether a thread is free."""
     if not server.free_connections.acquire(blocking=False):
