@@ -5,7 +5,7 @@
     python -m benchmarks.published --keep           # computes (two minutes on one core), keeps them in results/
     python -m benchmarks.published --written        # writes the document's part from the results alone
 
-The part of docs/accuracy.md between `<!-- published -->` and `<!-- /published -->` is replaced by the last two; nobody
+The part of docs/lab/accuracy.md between `<!-- published -->` and `<!-- /published -->` is replaced by the last two; nobody
 edits it by hand.
 """
 
@@ -32,7 +32,7 @@ from training_probe import results
 
 ROOT = Path(__file__).resolve().parents[2]
 
-DOCUMENT = ROOT / "docs" / "accuracy.md"
+DOCUMENT = ROOT / "docs" / "lab" / "accuracy.md"
 BEGIN, END = "<!-- published -->", "<!-- /published -->"
 METRICS = ("ttft", "tpot", "e2e", "throughput")
 # this project's own closed loops on a real vLLM: what was kept of it, and the same load for `loadgen predict`

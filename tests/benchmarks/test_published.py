@@ -319,4 +319,4 @@ def test_the_document_says_what_the_command_computed(few: None) -> None:
                 else:
                     assert float(row[f"predicted_{metric}"]) == pytest.approx(value, abs=0.01), (source.name, metric)
     part = section(unpacked("published"))
-    assert part in (ROOT / "docs" / "accuracy.md").read_text()
+    assert part in (ROOT / "docs" / "lab" / "accuracy.md").read_text()

@@ -42,7 +42,7 @@ def test_units_are_the_sources_own() -> None:
 
 
 def test_how_far_off_what_can_be_expressed_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/accuracy.md has all rows."""
+    """docs/lab/accuracy.md has all rows."""
     for row in lines(capsys):
         adapters = "LoRA" in str(row["row"])
         limit = (LORAS if adapters else {}).get(str(row["source"]), WITHIN.get(str(row["source"])))

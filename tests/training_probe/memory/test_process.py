@@ -38,7 +38,7 @@ def test_the_shares_are_those_of_the_fit() -> None:
 
 
 def test_how_far_reserved_memory_is_off() -> None:
-    """docs/accuracy.md has these numbers."""
+    """docs/lab/accuracy.md has these numbers."""
     own = (process.KEPT_APART, process.RESIZED)
     in_sample = [truth.error(one, own, of_allocated=one.allocated) for one in FITTED]
     unseen = [off for _, off in truth.left_out(FITTED)]
