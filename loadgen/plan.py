@@ -101,13 +101,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     """How to build the workload of a load. repeat: whether prompts of the dataset may be sent more than once. offset:
-    tokens that the server adds to a text prompt."""
+    tokens that the server adds to a text prompt. tokens_per_word, by_bytes: as the server counts a text, where there is
+    no tokenizer."""
 
     vocab_size: int | None = None
     dataset: str | None = None
     repeat: bool = False
     tokenizer: str | None = None
     offset: int = 0
+    tokens_per_word: float = 1.0
+    by_bytes: bool = False
 
     def build(self, backend: Backend, load: Load, warmup: int) -> Workload:
         """Raises WorkloadError."""
@@ -122,7 +125,9 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
         if backend.prompt_kind == "token_ids":
             return TokenIds(load) if self.vocab_size is None else TokenIds(load, self.vocab_size)
         text = Text(load, None if self.tokenizer is None else tokenizer_count(self.tokenizer))
-        text.offset = self.offset
+        text.offset, text.tokens_per_word = self.offset, self.tokens_per_word
+        if self.by_bytes:
+            text.use_bytes()
         return text
 
 

@@ -14,7 +14,7 @@ from backends.protocol import Account, Backend, HttpRequest, OtherServer, Prompt
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
-from loadgen.load.prompts import Text
+from loadgen.load.prompts import ODD_RATIO, ODD_TOKENS, Text
 from loadgen.load.request_body import advised, refused
 from loadgen.plan import Plan
 from loadgen.server.embedded import EMULATED_MARK
@@ -86,9 +86,9 @@ def account(backend: Backend, target: Target) -> Account:
 
 async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
     """The plan as the server's answers to first requests make it, and notes: text prompts that are exact as the server
-    counts them, and the name that it has for the length of a reply. Sends at most two requests, and one more where a
-    field has to have another name; none where there is nothing to find out. doubt: whether it is such a server at all.
-    Raises TransportError, ServerError or WorkloadError."""
+    counts them, and the name that it has for the length of a reply. Sends at most two requests, two more where words
+    are no tokens of that server, and one more where a field has to have another name; none where there is nothing to
+    find out. doubt: whether it is such a server at all. Raises TransportError, ServerError or WorkloadError."""
     backend = backends.get(plan.backend)
     fits = plan.prompts.dataset is None and backend.prompt_kind == "text"
     if not (fits or doubt or backend.any_server):
@@ -119,14 +119,32 @@ class _First:
         load, source = self.plan.job.load, self.plan.prompts
         workload = source.build(self._backend, msgspec.structs.replace(load, seed=load.seed + 1), 0)
         assert isinstance(workload, Text)
-        for _ in range(2):
+        for attempt in range(2):
             prompt = workload.prompt("warmup", 0)
             prompt_tokens = await self.ask(prompt)
             if prompt_tokens is None or prompt_tokens == prompt.n_tokens:
                 break
-            workload.fit_offset(prompt.n_tokens, prompt_tokens)
-        source = msgspec.structs.replace(source, offset=workload.offset)
+            added, asked = prompt_tokens - prompt.n_tokens, prompt.n_tokens
+            odd = attempt and abs(added) > max(ODD_TOKENS, ODD_RATIO * asked)
+            if source.tokenizer is None and (odd or not workload.takes(added)):
+                await self._fit_words(workload, asked)
+                break
+            workload.fit_offset(asked, prompt_tokens)
+        source = msgspec.structs.replace(
+            source, offset=workload.offset, tokens_per_word=workload.tokens_per_word, by_bytes=workload.by_bytes
+        )
         self.plan = msgspec.structs.replace(self.plan, prompts=source)
+
+    async def _fit_words(self, workload: Text, tokens: int) -> None:
+        """Two texts of different lengths tell what a word counts and what the server adds."""
+        counts: list[tuple[str, int]] = []
+        for words in (max(4, tokens // 2), max(2, tokens // 4)):
+            text = workload.probe(words)
+            counted = await self.ask(Prompt(0, text=text))
+            if counted is None:
+                return
+            counts.append((text, counted))
+        self.notes.append(f"words are no tokens of this server: {workload.fit_words(*counts)}")
 
     async def ask(self, prompt: Prompt) -> int | None:
         """The prompt's tokens as the server counts them. Raises ServerError where the reply is not right."""

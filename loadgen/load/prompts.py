@@ -3,7 +3,8 @@
 A prompt depends on nothing but (seed, phase, number), so any worker can draw any request and nothing has to be kept.
 Servers that take token ids get ids; for the others text is built from words. One word is one token for most
 vocabularies, but only the server's own count proves it: `fit_offset` takes what the server adds (a begin-of-sequence
-token, a chat template), and every reply's `prompt_tokens` is checked afterwards.
+token, a chat template), `fit_words` what a word counts where that is another number, and every reply's `prompt_tokens`
+is checked afterwards.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ end
 """
 WORDS = _WORDS_TEXT.split()
 
+ODD_RATIO, ODD_TOKENS = 0.05, 4  # of a prompt: counts that part by more are no matter of a token or two
 FILLERS = (" a", " I", " 1", ".", ",", "!", "?", "\n", " .")  # one of them is one token more in any vocabulary
 
 
@@ -145,7 +147,8 @@ class Text:
     """Random words that make up a prompt's tokens together with the `offset` tokens that the server adds.
 
     All begin with the same word, because how many tokens a first word is may depend on what the server puts before it.
-    count(text) is the given tokenizer's number of tokens without special ones; without one a word counts as a token.
+    count(text) is the given tokenizer's number of tokens without special ones; without one a word counts as
+    `tokens_per_word` of them, in the mean where that is no whole number.
     """
 
     def __init__(self, load: Load, count: Callable[[str], int] | None = None) -> None:
@@ -154,11 +157,24 @@ class Text:
         self._count = count
         self.own, self.id, self.turns = self._content.own, self._content.id, self._content.turns
         self.offset = 0
+        self.tokens_per_word = 1.0
 
     def prompt(self, phase: str, number: int) -> Prompt:
         row = self._content.row(phase, number)
         words = [WORDS[0], *(WORDS[index] for index in row[1:])]
-        return Prompt(n_tokens=len(row), text=exact_text(words, len(row) - self.offset, self._count))
+        tokens = len(row) - self.offset
+        if self._count is None:
+            tokens = max(1, round(tokens / self.tokens_per_word))
+        return Prompt(n_tokens=len(row), text=exact_text(words, tokens, self._count))
+
+    def probe(self, words: int) -> str:
+        """A text of so many words, that is no prompt of the run."""
+        row = self._content.row("warmup", 0)
+        return exact_text([WORDS[0], *(WORDS[index] for index in row[1:])], words, None)
+
+    def takes(self, added_tokens: int) -> bool:
+        """Whether the shortest prompt has room for so many tokens more that the server adds."""
+        return self.offset + added_tokens < self._least_tokens
 
     def fit_offset(self, asked_tokens: int, server_tokens: int) -> None:
         """Takes the server's count of a prompt built with the present offset. Raises WorkloadError if none is left."""
@@ -167,6 +183,36 @@ class Text:
             raise WorkloadError(
                 f"the server adds {self.offset} tokens of its own to a prompt; --input-tokens must be above that."
             )
+
+    def fit_words(self, long: tuple[str, int], short: tuple[str, int]) -> str:
+        """Takes the server's counts of two texts, each with its count; what they tell, as a clause. Raises
+        WorkloadError where they make no sense, or leave no room."""
+        (text, tokens), (other, others) = long, short
+        if tokens - others == count_bytes(text) - count_bytes(other):
+            self.use_bytes()
+            added, told = tokens - count_bytes(text), "it counts bytes"
+        else:
+            words = len(text.split())
+            self.tokens_per_word = (tokens - others) / (words - len(other.split()))
+            added = round(tokens - self.tokens_per_word * words)
+            told = f"a word is {self.tokens_per_word:.2f} of its tokens in the mean, so lengths are right in the mean"
+        if self.tokens_per_word <= 0:
+            raise WorkloadError(
+                f"the server counts {tokens} tokens in a prompt and {others} in a shorter one; name its --tokenizer."
+            )
+        self.offset = 0
+        self.fit_offset(0, added)
+        return told
+
+    def use_bytes(self) -> None:
+        """A byte counts as a token."""
+        self.by_bytes, self._count = True, count_bytes
+
+    by_bytes = False
+
+
+def count_bytes(text: str) -> int:
+    return len(text.encode())
 
 
 def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] | None) -> str:

@@ -15,6 +15,7 @@ import pytest
 import backends
 from backends.protocol import ServerInfo
 from loadgen.config import Config, ConfigError
+from loadgen.load.lengths import WorkloadError
 from loadgen.plan import choose_model, plan_run, unkept, unlisted
 from loadgen.probe import Identity, ServerError, first_request, identify
 from loadgen.run import target_of
@@ -146,15 +147,23 @@ def test_what_a_server_will_not_keep_is_said_before(options: dict[str, Any], wor
     assert not list(unkept(config.load, VLLM, ServerInfo("m", 4096)))
 
 
-def first(config: Config, refuse: Callable[[dict[str, Any]], str], doubt: str = "") -> tuple[Any, list[Any], list[str]]:
+def words_of(body: dict[str, Any]) -> int:
+    return len(str(body.get("messages")).split())
+
+
+def first(
+    config: Config,
+    refuse: Callable[[dict[str, Any]], str],
+    doubt: str = "",
+    count: Callable[[dict[str, Any]], int] = words_of,
+) -> tuple[Any, list[Any], list[str]]:
     """What a first request makes of a plan, the bodies that the server saw, and the notes."""
     backend = backends.get(config.kind)
 
     def asked(path: bytes, body: dict[str, Any]) -> Answer:
         if message := refuse(body):
             return 400, {"error": {"message": message}}
-        tokens = len(str(body.get("messages")).split())
-        return 200, event(finish="length") + usage(tokens, 1) + DONE
+        return 200, event(finish="length") + usage(count(body), 1) + DONE
 
     async def story() -> tuple[Any, list[Any], list[str]]:
         async with answering(asked) as world:
@@ -168,6 +177,39 @@ def first(config: Config, refuse: Callable[[dict[str, Any]], str], doubt: str = 
 
 def refuses_max_tokens(body: dict[str, Any]) -> str:
     return "Unsupported parameter: 'max_tokens' is not supported with this model." if "max_tokens" in body else ""
+
+
+@pytest.mark.parametrize("tokens", [32, 500])
+def test_a_server_that_counts_bytes_gets_prompts_of_exact_length(tokens: int) -> None:
+    def count(text: str) -> int:
+        return len(text.encode()) + 12
+
+    config = Config(backend="openai-chat", url="http://h", requests=4, input_tokens=tokens)
+    plan, bodies, notes = first(config, lambda body: "", count=lambda body: count(body["messages"][0]["content"]))
+    workload = plan.prompts.build(CHAT, plan.job.load, 0)
+    texts = [workload.prompt("measured", number).text for number in range(20)]
+    assert {count(text) for text in texts} == {tokens} and len(set(texts)) == 20
+    assert len(bodies) <= 4 and len(notes) == 1 and "it counts bytes" in notes[0]
+
+
+def test_a_server_of_a_small_vocabulary_gets_prompts_of_about_that_length() -> None:
+    """A token for three letters that are begun, and 30 of a template."""
+
+    def count(text: str) -> int:
+        return sum(-(-len(word) // 3) for word in text.split()) + 30
+
+    config = Config(backend="openai-chat", url="http://h", requests=4, input_tokens=400)
+    plan, _, notes = first(config, lambda body: "", count=lambda body: count(body["messages"][0]["content"]))
+    workload = plan.prompts.build(CHAT, plan.job.load, 0)
+    counts = [count(workload.prompt("measured", number).text) for number in range(100)]
+    assert sum(counts) / len(counts) == pytest.approx(400, rel=0.05)
+    assert "in the mean" in notes[0] and plan.prompts.tokens_per_word == pytest.approx(1.7, rel=0.2)
+
+
+def test_a_server_whose_template_is_longer_than_the_prompt_is_still_refused() -> None:
+    config = Config(backend="openai-chat", url="http://h", requests=4, input_tokens=16)
+    with pytest.raises(WorkloadError, match="adds 200 tokens of its own"):
+        first(config, lambda body: "", count=lambda body: len(body["messages"][0]["content"].split()) + 200)
 
 
 @pytest.mark.parametrize("dataset", [False, True])
