@@ -1,7 +1,7 @@
 """How often are the words of loadgen/steady wrong? On servers in virtual time whose truth is known. Prints tables for
 docs/accuracy.md.
 
-    python -m benchmarks.keeping_up [kept_up | window | changes] [--runs 200]
+    python -m benchmarks.keeping_up [kept_up | window | changes | pairs] [--runs 200]
 
 kept_up: how often is a server that keeps up said to fall behind, and one that falls behind not? Our rule and two others
 on the same runs. A server of 8 slots serves 10 requests/s. Poisson arrivals of 0.5 to 2.5 times that, replies of three
@@ -16,6 +16,9 @@ window: is the steady window that of a long run, and how often does its 95 % int
 server of batches (tests/loadgen/steady/queues.py), whose truth is the middle of runs of 50 requests a slot.
 
 changes: is a server that changes its pace named, rightly, and one that does not never? The same server for 5 minutes.
+
+pairs: how often are two runs of equal servers said to differ, and of two of which one is 10 % slower? In percent of the
+pairs: those with an interval, and of these those whose interval leaves 0 out.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from loadgen.report.contrast import SAME, of_bounds
+from loadgen.steady import blocks
 from loadgen.steady import changes as detector
 from loadgen.steady import window as steady
+from loadgen.steady.blocks import Bounds
 from loadgen.steady.keeping_up import Flow, judge
 from loadgen.steady.window import Stamps
 from tests.loadgen.steady import queues
@@ -224,12 +230,69 @@ def reach(values: list[float], decimals: int) -> str:
     return f"{min(values):.{decimals}f} to {max(values):.{decimals}f}" if values else "-"
 
 
+SHARES = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+Row = dict[str, tuple[float, Bounds | None]]
+
+
+def values(loop: queues.Batches, run: int, n: int) -> Row:
+    """Mean and percentiles of ttft and e2el of a run's first n requests, with intervals as a report has them."""
+    skip, closed = loop.slots or 0, loop.slots is not None  # a closed loop without its first wave, as in its window
+    sent_s, first_s, done_s = (each[run, skip:n] for each in (loop.sent_s, loop.first_s, loop.done_s))
+    count = blocks.count(float(sent_s[-1] - sent_s[0]), float(np.median(done_s - sent_s)), closed=closed)
+    block = np.searchsorted(np.linspace(sent_s[0], sent_s[-1], count + 1)[1:-1], sent_s, side="right")
+    counts = np.bincount(block, minlength=count).astype(np.float64)
+    found: Row = {}
+    for name, times in (("ttft", first_s - sent_s), ("e2el", done_s - sent_s)):
+        for statistic, share in SHARES.items():
+            value, bounds = float(times.mean() if share is None else np.quantile(times, share)), None
+            if count and share is None:
+                reach = blocks.mean_reach(np.bincount(block, weights=times, minlength=count) / counts) or 0.0
+                bounds = value - reach, value + reach
+            elif count and share is not None:
+                within = np.bincount(block, weights=times <= value, minlength=count).astype(np.float64)
+                bounds = blocks.of_percentile(np.sort(times), share, counts, within)
+            found[f"{name} {statistic}"] = value, bounds
+    return found
+
+
+def differ(a: list[Row], b: list[Row], name: str) -> str:
+    found = [of_bounds(*one[name], *other[name]) for one, other in zip(a, b, strict=True)]
+    bounded = [each for each in found if each.difference_ci is not None]
+    if not bounded:
+        return "-"
+    said = sum(each.shows != SAME for each in bounded)
+    return f"{100 * len(bounded) / len(found):.0f}: {100 * said / len(bounded):.1f}"
+
+
+def pairs(runs: int) -> None:
+    names = [f"{name} {statistic}" for name in ("ttft", "e2el") for statistic in SHARES]
+    print(f"| load | requests | slower by | {' | '.join(names)} |")
+    print("|---|---:|---:|" + "---|" * len(names))
+    for load, sizes in ((0.45, (300, 600, 3000)), (0.8, (300, 600, 3000)), (0.9, (300, 600, 3000)), (16, (300, 3000))):
+        made = [paired(load, sizes[-1], 2 * runs, 1.0), paired(load, sizes[-1], runs, 1.1)]
+        for n in sizes:
+            equal, slower = ([values(loop, run, n) for run in range(len(loop.tokens))] for loop in made)
+            for others, by in ((equal[runs:], 0), (slower, 10)):
+                cells = " | ".join(differ(equal[:runs], others, name) for name in names)
+                what = f"{load:g} of capacity" if load < 1 else "closed loop of 16"
+                print(f"| {what} | {n} | {by} % | {cells} |", flush=True)
+
+
+def paired(load: float, n: int, runs: int, slower: float) -> queues.Batches:
+    rng = np.random.default_rng((round(100 * load), round(100 * slower)))
+    tokens = queues.drawn_tokens((runs, n), rng)
+    step = noisy(n, lambda _, takes_s: slower * takes_s)
+    if load >= 1:
+        return queues.batches(tokens, round(load), None, step)
+    return queues.batches(tokens, 64, queues.arrivals(load * BATCH_PER_S, (runs, n), rng), step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", default="kept_up", choices=("kept_up", "window", "changes"))
+    parser.add_argument("what", nargs="?", default="kept_up", choices=("kept_up", "window", "changes", "pairs"))
     parser.add_argument("--runs", type=int, default=200)
     options = parser.parse_args()
-    {"kept_up": kept_up, "window": window, "changes": changes}[options.what](options.runs)
+    {"kept_up": kept_up, "window": window, "changes": changes, "pairs": pairs}[options.what](options.runs)
 
 
 if __name__ == "__main__":

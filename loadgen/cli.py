@@ -355,8 +355,8 @@ def compare(
         Path | None, Parameter(help="Page to write, one file: differences with intervals, CDFs, the gate's checks.")
     ] = None,
 ) -> int:
-    """Print how run B differs from run A, with 95 % confidence intervals: between runs where there are repeats, else by
-    bootstrap within the two runs.
+    """Print how run B differs from run A, with 95 % confidence intervals: between runs where there are repeats, else
+    within the two runs, by blocks of each. Where all runs have a steady window, its numbers are compared.
 
     With --fail-if it is a gate. The exit code is 5 where B is worse than a limit by more than the interval explains, 4
     where a run is INVALID or a limit cannot be judged, and 0 otherwise.

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadgen.page import content
-from loadgen.report.contrast import NORMAL_975, SAME, Bounds, Contrast, as_it_is, contrast, of_runs
+from loadgen.report.contrast import SAME, Contrast, as_it_is, contrast, of_runs
 from loadgen.report.finding import Finding
 from loadgen.report.limits import Check, Limit, Measure, judge, parse
 from loadgen.report.text import number
 from loadgen.rundir import package_version
+from loadgen.steady.blocks import NORMAL_975, Bounds
 from training_probe import findings
 from training_probe.breakdown import report as traced_report
 from training_probe.breakdown import run as traces

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from loadgen.report.contrast import NORMAL_975, t_975
 from loadgen.report.finding import Finding, Severity, worst_first
+from loadgen.steady.blocks import NORMAL_975, t_975
 from training_probe.conditions import Conditions, all_reasons
 from training_probe.points import Copy, Gemm, Measured, Point, label_of, spread_of
 from training_probe.results import CellResult

@@ -1,18 +1,11 @@
 """How run B differs from run A: differences and ratios with 95 % confidence intervals. Pure but for reading.
 
 Where a side is a directory of repeats, the intervals are between runs (`contrast`). Of one run on each side they are
-within the runs, by percentile bootstrap over requests: each resample draws as many requests as the run had, with
-replacement, and the interval holds the middle 95 % of the differences (or ratios) of `RESAMPLES` pairs of resamples.
-Gaps (itl) are drawn with the requests that they belong to, since gaps of one request are alike. For means and gaps, a
-run of more than `MAX_UNITS` requests is drawn in that many units of neighbours, which costs no accuracy to speak of. A
-resample's throughput follows from Little's law, L = X W: with the number of requests in flight taken as it was, the
-rate is in proportion to what the drawn requests gave, over the sum of their latencies. Two things move a rate besides:
-how the last requests happen to end (half of the latencies' standard deviation, on the whole time; not in a burst, all
-of which is an end), and drawn arrivals (gaps of a coefficient of variation c: c / sqrt(n)).
-Requests that waited in one queue are alike, and a bootstrap does not see that. So no interval is narrower than Welch's
-over `PARTS` parts of each run, by when requests were sent (batch means). Such an interval says how far
-the choice of requests within these two runs can move the number. It must never pass for the noise between one run and
-the next, and the output says so.
+within the runs: each value has an interval by blocks of its run (`pages/intervals.py`), and that of a difference or a
+ratio follows from the two (`of_bounds`); of a share of failures, Wilson's. Such an interval says how far the choice of
+moments within these two runs can move the number. It must never pass for the noise between one run and the next, and
+the output says so. Where all runs of both sides have a steady window, their numbers are those of the window
+(`loadgen/steady/window.py`), and the output says that too.
 """
 
 from __future__ import annotations
@@ -21,8 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,34 +24,27 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build as reports
 from loadgen.report import findings, metrics, repeats
-from loadgen.report.contrast import CONFIDENCE, Bounds, Contrast, contrast, of_runs, widened
+from loadgen.report.contrast import CONFIDENCE, Contrast, contrast, of_bounds, of_runs
 from loadgen.report.limits import Check, Limit, Measure, judge
-from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
-from loadgen.report.pages.intervals import LATENCY, PARTS
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, aligned, number
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
+from loadgen.steady.blocks import NORMAL_975, Bounds
+from loadgen.steady.window import Estimate, Span, rate
 
 SCHEMA = "loadgen.compare/1"
-SEED = 20231107  # fixed: the same two runs always give the same intervals
-RESAMPLES = 2000
-QUANTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
-GRID = 51  # candidate values at which a resample's share of gaps is counted
-GRID_REACH = 5.0  # of the standard error that the quantile would have if every request had one single gap
-MAX_UNITS = 4096  # of neighbouring requests, drawn together: the standard error is known to 1 / sqrt(2 * 4096) = 1 %
-BLOCK = 1_000_000  # weights held at once
 
 NOTES = (
-    "An interval covers the chance in which requests were measured, not the noise from run to run, which is often "
+    "An interval covers the chance in which moments were measured, not the noise from run to run, which is often "
     "larger: repeat both runs before believing a small difference (loadgen run --repeat 5).",
-    "The bootstrap takes requests as independent. Requests of one burst wait in one queue and are not, so the interval "
-    "of a burst may be too narrow or too wide. Nor are the turns of a session. No interval is narrower than that over "
-    "ten parts of each run.",
-    "Throughput is one number a run: its interval takes the number of requests in flight as it was (Little's law), and "
-    "is wide for a burst.",
+)
+STEADY_NOTE = (
+    "The numbers are of each run's steady state, which all of these runs have: start and drain are left out. Reports "
+    "show whole runs beside it."
 )
 REPEATED_NOTES = (
     "95 % CI: Welch's t over one value a run. It covers the noise between runs of one server, not that between two "
@@ -76,6 +61,7 @@ WITHIN_RUN = (
 
 Array = NDArray[np.float64]
 _RULES = CONVENTIONS["loadgen"]
+_OF_SENT = ("ttft", "send_lag")  # metrics that are known before a reply ends
 
 
 # What a limit may be on: all of the latencies but for the client's own lag, and throughput.
@@ -105,7 +91,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """metrics: by name and statistic. configuration: what was set differently, [A, B] by name. between_runs: whether
-    the intervals are; else they are of `resamples` within one run on each side."""
+    the intervals are; else they are within one run on each side. resamples: of older comparisons. steady: whether the
+    numbers are those of each run's steady window, and not of whole runs."""
 
     schema: str = SCHEMA
     a: Side
@@ -115,19 +102,22 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     throughput: dict[str, Contrast]
     configuration: dict[str, list[Any]]
     between_runs: bool = False
-    resamples: int = RESAMPLES
+    steady: bool = False
+    resamples: int = 0
     confidence: float = CONFIDENCE
     notes: tuple[str, ...] = NOTES
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """One side as it was read. table: of the first run."""
+    """One side as it was read. table: of the first run. windows: the values of each run's steady window, where it has
+    one."""
 
     directories: list[Path]
     reports: list[Report]
     manifest: Manifest
     table: Table
+    windows: list[_Values | None]
 
     def side(self) -> Side:
         first = self.reports[0]
@@ -147,7 +137,11 @@ def compare(a: Path, b: Path) -> Comparison:
     ReportError."""
     of_a, of_b = _read(a), _read(b)
     if len(of_a.reports) == len(of_b.reports) == 1:
-        made = build(of_a.manifest, of_a.table, of_b.manifest, of_b.table, _shared_slos(of_a, of_b))
+        slos, windows = _shared_slos(of_a, of_b), (of_a.windows[0], of_b.windows[0])
+        if windows[0] is not None and windows[1] is not None:
+            made = _within(of_a.manifest, windows[0], of_b.manifest, windows[1], steady=True)
+        else:
+            made = build(of_a.manifest, of_a.table, of_b.manifest, of_b.table, slos)
         return msgspec.structs.replace(made, a=of_a.side(), b=of_b.side())
     return _between(of_a, of_b)
 
@@ -156,8 +150,12 @@ def _read(directory: Path) -> _Runs:
     directories = repeats.directories(directory)
     manifest = rundir.read_manifest(directories[0])
     report, table = reports.from_directory(directories[0])
-    others = [reports.from_directory(path)[0] for path in directories[1:]]
-    return _Runs(directories, [report, *others], manifest, table)
+    found, windows = [report], [_window(report, table)]
+    for path in directories[1:]:
+        other, of_other = reports.from_directory(path)
+        found.append(other)
+        windows.append(_window(other, of_other))
+    return _Runs(directories, found, manifest, table, windows)
 
 
 def _shared_slos(a: _Runs, b: _Runs) -> Mapping[str, float]:
@@ -171,9 +169,13 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
     """One value a run, and intervals between runs."""
     goodput = bool(_shared_slos(a, b))
     values_a, values_b = ([repeats.values(report) for report in side.reports] for side in (a, b))
+    windows_a, windows_b = ([each for each in side.windows if each is not None] for side in (a, b))
+    steady = len(windows_a) == len(a.reports) and len(windows_b) == len(b.reports)
+    if steady:
+        values_a, values_b = ([each.flat() for each in windows] for windows in (windows_a, windows_b))
 
     def over(name: str) -> Contrast:
-        return _of_known([run[name] for run in values_a], [run[name] for run in values_b])
+        return _of_known([run.get(name) for run in values_a], [run.get(name) for run in values_b])
 
     failed_a, failed_b = ([_failed_ratio(report) for report in side.reports] for side in (a, b))
     lone = min(len(a.reports), len(b.reports)) == 1
@@ -188,8 +190,13 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
         throughput={name: over(name) for name in (*repeats.THROUGHPUT, *([GOODPUT] if goodput else []))},
         configuration=differing(a.manifest, b.manifest),
         between_runs=True,
-        resamples=0,
-        notes=(*_acks(a.manifest, b.manifest), *REPEATED_NOTES, *([ONE_SIDED_NOTE] if lone else [])),
+        steady=steady,
+        notes=(
+            *([STEADY_NOTE] if steady else []),
+            *_acks(a.manifest, b.manifest),
+            *REPEATED_NOTES,
+            *([ONE_SIDED_NOTE] if lone else []),
+        ),
     )
 
 
@@ -256,52 +263,116 @@ def build(
     table_b: Table,
     slos: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Of one run on each side. slos: the limits of goodput, in ms, where both have the same."""
-    rng = np.random.default_rng(SEED)
-    measured_a, measured_b = table_a.measured(), table_b.measured()
-    drawn_a = bootstrap_draws(measured_a, rng, slos, manifest_a.arrival)
-    drawn_b = bootstrap_draws(measured_b, rng, slos, manifest_b.arrival)
-    parts_a, parts_b = (_by_part(measured, slos or {}) for measured in (measured_a, measured_b))
-    rows: dict[str, dict[str, Contrast]] = {}
-    for name in METRICS:
-        summary_a, summary_b = (
-            metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
-            for measured in (measured_a, measured_b)
-        )
-        rows[name] = {
-            statistic: widened(
-                _contrast(
-                    getattr(summary_a, statistic),
-                    getattr(summary_b, statistic),
-                    (drawn_a[name, statistic], drawn_b[name, statistic]),
-                ),
-                parts_a.get((name, statistic), ()),
-                parts_b.get((name, statistic), ()),
-            )
-            for statistic in repeats.STATISTICS
-        }
-    rates_a, rates_b = (_rates(measured, slos or {}) for measured in (measured_a, measured_b))
+    """Of one run on each side, as wholes. slos: the limits of goodput, in ms, where both have the same."""
+    a, b = (_whole(run, each.measured(), slos or {}) for run, each in ((manifest_a, table_a), (manifest_b, table_b)))
+    return _within(manifest_a, a, manifest_b, b)
+
+
+def _within(manifest_a: Manifest, a: _Values, manifest_b: Manifest, b: _Values, *, steady: bool = False) -> Comparison:
+    few = min(int(each.measured.ok.sum()) for each in (a, b))
     return Comparison(
-        a=_side(manifest_a, measured_a),
-        b=_side(manifest_b, measured_b),
-        metrics=rows,
-        failure_ratio=_failures(measured_a, measured_b, rng),
-        throughput={
-            name: widened(
-                _contrast(rate, rates_b[name], (drawn_a["rate", name], drawn_b["rate", name])),
-                _sized(parts_a.get(("rate", name), ()), rate),
-                _sized(parts_b.get(("rate", name), ()), rates_b[name]),
-            )
-            for name, rate in rates_a.items()
+        a=_side(manifest_a, a.measured),
+        b=_side(manifest_b, b.measured),
+        metrics={
+            name: {statistic: _of_estimates(of, b.metrics[name][statistic]) for statistic, of in rows.items()}
+            for name, rows in a.metrics.items()
         },
+        failure_ratio=_failures(a.measured, b.measured),
+        throughput={name: _of_estimates(rate, b.rates[name]) for name, rate in a.rates.items() if name in b.rates},
         configuration=differing(manifest_a, manifest_b),
-        notes=(*_acks(manifest_a, manifest_b), *NOTES, *_few(min(int(measured_a.ok.sum()), int(measured_b.ok.sum())))),
+        steady=steady,
+        notes=(
+            *([STEADY_NOTE] if steady else []),
+            *_acks(manifest_a, manifest_b),
+            *NOTES,
+            *_too_short(a, b),
+            *_few(few),
+        ),
     )
+
+
+class _Values(NamedTuple):
+    """What a run measured, and the intervals of that. measured: all of it. blocks: into how many the run, or its
+    window, was cut for these."""
+
+    measured: Table
+    blocks: int
+    metrics: dict[str, dict[str, Estimate | None]]
+    rates: dict[str, Estimate | None]
+
+    def flat(self) -> dict[str, float | None]:
+        """By the names that limits have."""
+        found = {
+            f"{name.removesuffix('_ms')}_{statistic}": value
+            for name, rows in self.metrics.items()
+            for statistic, value in rows.items()
+        }
+        return {name: None if each is None else each.value for name, each in {**found, **self.rates}.items()}
+
+
+def _whole(manifest: Manifest, measured: Table, slos: Mapping[str, float]) -> _Values:
+    in_blocks = intervals.parts(measured, manifest.arrival)
+    rows = {name: _row(measured, in_blocks, name) for name in METRICS}
+    rates = _rates(measured, slos)
+    of_rates = intervals.of_rates(measured, in_blocks, rates, slos, manifest.arrival)
+    return _Values(measured, len(in_blocks), rows, {name: _estimate(rates[name], of_rates[name]) for name in rates})
+
+
+def _row(measured: Table, in_blocks: list[Table], name: str) -> dict[str, Estimate | None]:
+    summary = metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
+    bounds = intervals.of_metric(measured, in_blocks, name, _RULES, repeats.STATISTICS)
+    return {each: _estimate(getattr(summary, each), bounds[each]) for each in repeats.STATISTICS}
+
+
+def _window(report: Report, table: Table) -> _Values | None:
+    """Of the run's steady window: ttft and what is known when a request is sent of those that were sent in it, the rest
+    of those whose replies end in it."""
+    window = None if report.steady is None else report.steady.window
+    if window is None:
+        return None
+    measured = table.measured()
+    sent_s = measured.sent_ns / 1e9
+    inside = measured.ok & (sent_s >= window.from_s) & (sent_s <= window.to_s)
+    sent, replied = measured.select(inside), measured.select(inside & (sent_s <= window.replies_to_s))
+    of_sent, of_replied = (intervals.parts(each, report.arrival) for each in (sent, replied))
+    rows = {
+        name: _row(sent, of_sent, name) if name.startswith(_OF_SENT) else _row(replied, of_replied, name)
+        for name in METRICS
+    }
+    rates: dict[str, Estimate | None] = {**window.throughput}
+    if report.goodput is not None:
+        span = Span(window.from_s, window.to_s, len(of_sent))
+        good = metrics.good(measured, report.goodput.slos_ms, _RULES)
+        rates[GOODPUT] = rate(measured.done_ns[measured.ok & good] / 1e9, span)
+    return _Values(measured, len(of_sent), rows, rates)
+
+
+def _estimate(value: float | None, bounds: Bounds | None) -> Estimate | None:
+    return None if value is None else Estimate(value, *(bounds or ()))
+
+
+def _of_estimates(a: Estimate | None, b: Estimate | None) -> Contrast:
+    (value_a, bounds_a), (value_b, bounds_b) = (
+        (None, None) if each is None else (each.value, each.bounds) for each in (a, b)
+    )
+    return of_bounds(value_a, bounds_a, value_b, bounds_b)
+
+
+def _too_short(a: _Values, b: _Values) -> Iterator[str]:
+    short = [name for name, side in (("A", a), ("B", b)) if not side.blocks]
+    if short:
+        yield (
+            f"{' and '.join(short)} held too few independent moments for intervals within a run: requests that were "
+            "under way together are alike, and a burst is one moment. Let the run last for a dozen lives of a request, "
+            "or repeat it."
+        )
 
 
 def _few(requests: int) -> Iterator[str]:
     """A note on percentiles that need more. requests: those that ended ok, of the side that has fewer."""
-    if short := findings.too_few(requests, QUANTILES):
+    if short := findings.too_few(
+        requests, {each: PERCENTILES[each] for each in repeats.STATISTICS if each in PERCENTILES}
+    ):
         yield (
             f"{requests} requests are too few for {', '.join(short)}: even the slowest may be below the true value, "
             f"and no interval shows that. {', '.join(short)} take {', '.join(map(str, short.values()))}."
@@ -319,179 +390,20 @@ def _side(manifest: Manifest, measured: Table) -> Side:
     )
 
 
-# Resampling. (metric, statistic) -> (RESAMPLES,) values in milliseconds, NaN where a resample does not define it; of
-# ("rate", name) values a second.
-
-
-def bootstrap_draws(
-    measured: Table, rng: np.random.Generator, slos: Mapping[str, float] | None = None, arrival: str = ""
-) -> dict[tuple[str, str], Array]:
-    ok = measured.ok
-    columns = {name: metrics.column(measured, name, _RULES)[ok] for name in METRICS if name != "itl_ms"}
-    drawn: dict[tuple[str, str], Array] = {}
-    for name, column in columns.items():
-        values = np.sort(column[~np.isnan(column)])
-        for quantile, thousandths in QUANTILES.items():
-            drawn[name, quantile] = quantile_resamples(values, thousandths, rng)
-    grids = {quantile: _grid(measured, thousandths) for quantile, thousandths in QUANTILES.items()}
-    work = intervals.work(measured, slos or {})
-    tables = [_means(measured, columns), _units(np.column_stack(list(work.values()))), *(c for _, c in grids.values())]
-    means, worked, *shares = weighted_sums(tables, rng)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for at, name in enumerate((*columns, "itl_ms")):
-            drawn[name, "mean"] = means[:, 2 * at] / means[:, 2 * at + 1]
-        moved = 1 + intervals.rate_noise(measured, arrival) * rng.standard_normal(RESAMPLES)
-        for at, (name, rate) in enumerate(_rates(measured, slos or {}).items()):
-            done, latency = work[name].sum(), work[LATENCY].sum()
-            as_measured = np.nan if rate is None else rate * latency / done
-            drawn["rate", name] = as_measured * worked[:, at] / worked[:, -1] * moved
-    for (quantile, (edges_us, _)), counts in zip(grids.items(), shares, strict=True):
-        drawn["itl_ms", quantile] = _invert(edges_us, counts, means[:, -1] * (QUANTILES[quantile] / 1000)) / 1000
-    return drawn
-
-
-def quantile_resamples(values: Array, thousandths: int, rng: np.random.Generator) -> Array:
-    """The percentile of `RESAMPLES` resamples of ascending `values` (n,), drawn exactly and without resampling.
-
-    The k-th smallest of n uniform draws is Beta(k, n - k + 1), and given it the next one splits the rest by
-    Beta(1, n - k): two draws give the two order statistics that the percentile interpolates (David and Nagaraja, Order
-    Statistics, 2.2).
-    """
-    n = len(values)
-    if n == 0:
-        return np.full(RESAMPLES, np.nan)
-    below, rest = divmod((n - 1) * thousandths, 1000)
-    low = rng.beta(below + 1, n - below, RESAMPLES)
-    high = low + (1 - low) * rng.beta(1, n - below - 1, RESAMPLES) if below + 1 < n else low
-    at_low, at_high = (np.minimum((u * n).astype(np.int64), n - 1) for u in (low, high))
-    return values[at_low] + (values[at_high] - values[at_low]) * (rest / 1000)
-
-
-def _means(measured: Table, columns: Mapping[str, Array]) -> Array:
-    """Each unit's sum and count for every metric (units, 2 m), itl last: a mean is a ratio of weighted sums."""
-    parts: list[NDArray[Any]] = []
-    for column in columns.values():
-        defined = ~np.isnan(column)
-        parts += [np.where(defined, column, 0.0), defined]
-    ok = measured.ok
-    gaps = np.diff(measured.itl_offsets)[ok]
-    elapsed_us = (
-        measured.last_token_ns[ok] // 1000 - measured.first_token_ns[ok] // 1000
-    )  # what a request's gaps add up to
-    return _units(np.column_stack([*parts, np.where(gaps > 0, elapsed_us / 1000, 0.0), gaps]).astype(np.float64))
-
-
-def _by_part(measured: Table, slos: Mapping[str, float]) -> dict[tuple[str, str], list[float]]:
-    """Each statistic in `PARTS` parts of the requests that ended ok, by when they were sent, by the keys of
-    `bootstrap_draws`; a rate's in proportion to it. Left out where a part does not define it or is too small."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for part in intervals.parts(measured):
-        for name in METRICS:
-            summary = metrics.summary(metrics.sample(part, name, _RULES), _RULES.percentile)
-            for statistic in repeats.STATISTICS:
-                if (value := getattr(summary, statistic)) is not None:
-                    found.setdefault((name, statistic), []).append(value)
-        work = intervals.work(part, slos)
-        for name in work:
-            found.setdefault(("rate", name), []).append(float(work[name].sum() / work[LATENCY].sum()))
-    return {key: values for key, values in found.items() if len(values) == PARTS}
-
-
-def _sized(parts: Sequence[float], rate: float | None) -> list[float]:
-    """Parts in proportion to a rate, as parts of its size; none where there is no rate."""
-    mean = fmean(parts) if parts else 0.0
-    return [part * rate / mean for part in parts] if rate is not None and mean > 0 else []
-
-
-def _units(each: Array) -> Array:
-    """The rows of the n ok requests, added up by unit."""
-    return np.add.reduceat(each, _unit_starts(len(each)), axis=0) if len(each) else each
-
-
-def _unit_starts(n: int) -> NDArray[np.int64]:
-    """Where each unit of the n ok requests begins."""
-    units = min(n, MAX_UNITS)
-    return np.arange(units) * n // units
-
-
-def _grid(measured: Table, thousandths: int) -> tuple[Array, Array]:
-    """Values around a percentile of the pooled gaps, ascending (k,), in microseconds, and each unit's gaps <= them.
-
-    The counts are (units, k). A resample's percentile is where its weighted counts reach the share that is wanted.
-    """
-    n = int(measured.ok.sum())
-    pooled = metrics.sample(measured, "itl_ms", _RULES).values
-    if len(pooled) == 0:
-        return np.empty(0), np.empty((min(n, MAX_UNITS), 0))
-    share = thousandths / 1000
-    reach = GRID_REACH * math.sqrt(share * (1 - share) / n)
-    levels = np.clip(np.linspace(share - reach, share + reach, GRID), 0, 1)
-    edges = np.unique(pooled[np.round(levels * (len(pooled) - 1)).astype(np.int64)])
-    starts, before = _unit_starts(n), 0
-    cells = np.zeros(len(starts) * (len(edges) + 1), np.int64)
-    for part in measured.blocks():
-        ok = part.ok
-        unit = np.searchsorted(starts, before + np.cumsum(ok) - 1, side="right") - 1  # of each row that is ok
-        gaps = np.diff(part.itl_offsets)
-        cell = np.repeat(unit, gaps) * (len(edges) + 1) + np.searchsorted(edges, part.itl_us, side="left")
-        cells += np.bincount(cell[np.repeat(ok, gaps)], minlength=len(cells))
-        before += int(ok.sum())
-    counts = np.cumsum(cells.reshape(len(starts), -1), axis=1)[:, :-1]
-    return edges.astype(np.float64), counts.astype(np.float64)
-
-
-def _invert(edges: Array, counts: Array, wanted: Array) -> Array:
-    """Where each resample's counts (r, k) reach `wanted` (r,): the smallest edge with enough gaps at or below it."""
-    if len(edges) == 0:
-        return np.full(len(wanted), np.nan)
-    reached: Array = edges[np.minimum((counts < wanted[:, None]).sum(axis=1), len(edges) - 1)]
-    return reached
-
-
-def weighted_sums(tables: Sequence[Array], rng: np.random.Generator) -> list[Array]:
-    """Column sums (RESAMPLES, k) of resamples of the rows of each of `tables` (n, k), the same rows in all of them."""
-    n = len(tables[0])
-    sums = [np.zeros((RESAMPLES, table.shape[1])) for table in tables]
-    block = max(1, BLOCK // max(1, n))
-    for first in range(0, RESAMPLES if n else 0, block):
-        last = min(first + block, RESAMPLES)
-        picked = rng.integers(0, n, (last - first, n))
-        weights = np.stack([np.bincount(row, minlength=n) for row in picked]).astype(np.float64)
-        for table, total in zip(tables, sums, strict=True):
-            total[first:last] = weights @ table
-    return sums
-
-
-# Contrasts.
-
-
-def _contrast(a: float | None, b: float | None, drawn: tuple[Array, Array] | None = None) -> Contrast:
-    """drawn: resamples of both."""
-    difference_ci = ratio_ci = None
-    if a is not None and b is not None and drawn is not None:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            difference_ci, ratio_ci = percentile_interval(drawn[1] - drawn[0]), percentile_interval(drawn[1] / drawn[0])
-    return contrast(a, b, difference_ci, ratio_ci)
-
-
-def percentile_interval(drawn: Array) -> Bounds | None:
-    """The middle 95 % of the resamples; None when one of them is undefined."""
-    if not np.isfinite(drawn).all():
-        return None
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, (tail, 1 - tail))
-    return float(low), float(high)
-
-
-def _failures(a: Table, b: Table, rng: np.random.Generator) -> Contrast:
-    """Share of measured requests that did not end ok; a resample's failures are binomial."""
+def _failures(a: Table, b: Table) -> Contrast:
+    """Share of measured requests that did not end ok."""
     if len(a) == 0 or len(b) == 0:
-        return _contrast(None, None)
+        return contrast(None, None)
     failed_a, failed_b = (float(1 - table.ok.mean()) for table in (a, b))
-    drawn_a, drawn_b = (
-        rng.binomial(len(table), ratio, RESAMPLES) / len(table) for table, ratio in ((a, failed_a), (b, failed_b))
-    )
-    return _contrast(failed_a, failed_b, (drawn_a, drawn_b))
+    return of_bounds(failed_a, _wilson(failed_a, len(a)), failed_b, _wilson(failed_b, len(b)))
+
+
+def _wilson(ratio: float, n: int) -> Bounds:
+    """95 % interval of a share (Wilson 1927)."""
+    squared = NORMAL_975**2
+    reach = NORMAL_975 * math.sqrt(ratio * (1 - ratio) / n + squared / (4 * n * n))
+    middle = ratio + squared / (2 * n)
+    return (middle - reach) / (1 + squared / n), (middle + reach) / (1 + squared / n)
 
 
 def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None]:

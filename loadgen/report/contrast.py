@@ -4,6 +4,8 @@ Between runs: Student's t with Welch's degrees of freedom (Welch 1947), (a + b)^
 where a and b are the variances of the two means. A difference B - A lies within t sqrt(a + b) of what was measured. A
 ratio is taken on logarithms: log m has the variance s^2 / (n m^2), so B / A lies within exp(+-t sqrt(a + b)), where a
 and b are those. A side with one run has no spread of its own; the other side's serves for both.
+
+Within runs: of two values with intervals of their own (`of_bounds`).
 """
 
 from __future__ import annotations
@@ -14,16 +16,10 @@ from statistics import fmean, stdev, variance
 
 import msgspec
 
+from loadgen.steady.blocks import Bounds, t_975
+
 CONFIDENCE = 0.95
 SAME = "no difference shown"
-# Student's t, 97.5 %, of 1 to 30 degrees of freedom; beyond, the normal distribution's is at most 4 % too small.
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-NORMAL_975 = 1.96
-
-Bounds = tuple[float, float]
 
 
 class Contrast(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,20 +76,18 @@ def _times(ratio: float, reach: float) -> Bounds:
     return ratio * math.exp(-reach), ratio * math.exp(reach)
 
 
-def widened(of: Contrast, a: Sequence[float], b: Sequence[float]) -> Contrast:
-    """With intervals no narrower than Welch's over parts of A and of B (at least two each), about the same values."""
-    if of.difference is None or of.difference_ci is None or min(len(a), len(b)) < 2:
-        return of
-    apart = _reach(a, b, 1.0, 1.0) or 0.0
-    difference_ci = _union(of.difference_ci, (of.difference - apart, of.difference + apart))
-    ratio_ci = of.ratio_ci
-    if of.ratio is not None and ratio_ci is not None and of.ratio > 0 and min(*a, *b) > 0:
-        ratio_ci = _union(ratio_ci, _times(of.ratio, _reach(a, b, fmean(a), fmean(b)) or 0.0))
-    return contrast(of.a, of.b, difference_ci, ratio_ci)
-
-
-def _union(a: Bounds, b: Bounds) -> Bounds:
-    return min(a[0], b[0]), max(a[1], b[1])
+def of_bounds(a: float | None, a_ci: Bounds | None, b: float | None, b_ci: Bounds | None) -> Contrast:
+    """Of two values with intervals of their own, which need not lie evenly about them: the squared distances to their
+    ends add up (Zou and Donner 2008), those of a ratio in logarithms."""
+    if a is None or b is None or a_ci is None or b_ci is None:
+        return contrast(a, b)
+    below, above = math.hypot(b - b_ci[0], a_ci[1] - a), math.hypot(b_ci[1] - b, a - a_ci[0])
+    ratio_ci = None
+    if min(a, b, a_ci[0], b_ci[0]) > 0:
+        falls = math.hypot(math.log(b / b_ci[0]), math.log(a_ci[1] / a))
+        rises = math.hypot(math.log(b_ci[1] / b), math.log(a / a_ci[0]))
+        ratio_ci = b / a * math.exp(-falls), b / a * math.exp(rises)
+    return contrast(a, b, (b - a - below, b - a + above), ratio_ci)
 
 
 def _reach(a: Sequence[float], b: Sequence[float], unit_a: float, unit_b: float) -> float | None:
@@ -120,12 +114,6 @@ def mean_interval(values: Sequence[float]) -> Bounds | None:
         return None
     mean, reach = fmean(values), t_975(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return mean - reach, mean + reach
-
-
-def t_975(freedom: float) -> float:
-    """Rounded down to whole degrees of freedom, so the interval is too wide rather than too narrow."""
-    whole = max(1, math.floor(freedom + 1e-9))  # n - 1 may come out a rounding error short
-    return T_975[whole - 1] if whole <= len(T_975) else NORMAL_975
 
 
 def _shows(interval: Bounds) -> str:

@@ -124,7 +124,7 @@ def find(
         *_server(numbers),
         *slices.apart(numbers),
         *_insecure(manifest),
-        *_samples(numbers.requests.ok),
+        *_samples(numbers),
     ]
     return worst_first(listed)
 
@@ -809,13 +809,24 @@ def _imbalance(server: ServerStats) -> Iterator[Finding]:
         )
 
 
-def _samples(n: int) -> Iterator[Finding]:
-    short = too_few(n)
-    if not short:
-        return
-    yield Finding(
-        code="FEW_SAMPLES",
-        severity="info" if list(short) == ["p99_9"] else "warning",
-        message=f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.",
-        advice="Send at least " + ", ".join(f"{least} requests for {name}" for name, least in short.items()) + ".",
-    )
+def _samples(numbers: Numbers) -> Iterator[Finding]:
+    """Percentiles for which there are too few requests; or enough, and too few moments of the steady state."""
+    n = numbers.requests.ok
+    short, window = too_few(n), None if numbers.steady is None else numbers.steady.window
+    known = {} if window is None else window.metrics["ttft_ms"]
+    unbounded = [each for each in ("p90", "p95", "p99") if each in known and known[each].low is None]
+    alike = ", ".join(each for each in unbounded if each not in short)
+    said, advice = [], []
+    if short:
+        said.append(f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.")
+        advice.append("Send at least " + ", ".join(f"{least} requests for {name}" for name, least in short.items()))
+    if alike:
+        said.append(f"The steady state holds too few independent moments to bound {alike} of ttft.")
+        advice.append("Let the run last longer, or repeat it (--repeat 5)")
+    if said:
+        yield Finding(
+            code="FEW_SAMPLES",
+            severity="info" if list(short) in ([], ["p99_9"]) else "warning",
+            message=" ".join(said),
+            advice=". ".join(advice) + ".",
+        )

@@ -20,10 +20,11 @@ from backends.foreign_files import is_inside
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build
-from loadgen.report.contrast import CONFIDENCE, Bounds, mean_interval
+from loadgen.report.contrast import CONFIDENCE, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, aligned, number
+from loadgen.steady.blocks import Bounds
 
 SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -91,15 +92,23 @@ def is_repeated(directory: Path) -> bool:
     return directories(directory) != [directory]
 
 
-def values(report: Report) -> dict[str, float | None]:
-    """Each metric of a run by its name, such as ttft_p99 (ms) and output_tokens_per_s; None where it is not defined."""
+def values(report: Report, *, steady: bool = False) -> dict[str, float | None]:
+    """Each metric of a run by its name, such as ttft_p99 (ms) and output_tokens_per_s; None where it is not defined.
+    steady: throughput and the latencies that `POOLED` names are of the run's steady window, which it has."""
     latencies = {
         f"{name.removesuffix('_ms')}_{statistic}": getattr(report.metrics[name], statistic)
         for name in METRICS
         for statistic in STATISTICS
     }
     rates = {name: getattr(report.throughput, name) for name in THROUGHPUT}
-    return {**latencies, **rates, GOODPUT: None if report.goodput is None else report.goodput.request_goodput}
+    whole = {**latencies, **rates, GOODPUT: None if report.goodput is None else report.goodput.request_goodput}
+    window = report.steady.window if steady and report.steady is not None else None
+    if window is None:
+        return whole
+    found = {name: of.value for name, of in window.throughput.items()}
+    for name, row in window.metrics.items():
+        found |= {f"{name.removesuffix('_ms')}_{statistic}": of.value for statistic, of in row.items()}
+    return {**whole, **found}
 
 
 def verdict(directory: Path, report: Report) -> RunVerdict:

@@ -161,10 +161,12 @@ class ClientStall(msgspec.Struct, frozen=True):
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """The steady state of a run: from when to when, seconds of the run. requests: those that were sent in it, whose
-    latencies these are: by name, then mean, p50, and p90, p95 and p99 where they are enough to bound these."""
+    latencies these are: by name, then mean, p50, p90, p95 and p99; too few for a percentile's interval have none.
+    replies_to_s: until when those were sent whose replies end in it, of which tpot and e2el are."""
 
     from_s: float
     to_s: float
+    replies_to_s: float = 0.0
     requests: int
     throughput: dict[str, Estimate]
     metrics: dict[str, dict[str, Estimate]]

@@ -32,7 +32,6 @@ MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
-_ALWAYS = ("mean", "p50")  # others only where the window holds enough to bound them
 REPLIES, METRICS = "its replies", "its /metrics"
 # What a client times too, by the same definition. The others are parts of it that a server alone can see; a server's
 # time a token may count the prompt's time as well.
@@ -88,6 +87,11 @@ def window(
     if (measured.output_tokens[seen.rows] >= 0).all():
         last_s, tokens = flows.cut(seen, measured, span.to_s)
         throughput["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
+        if (prompt_tokens := measured.prompt_tokens[seen.rows]).min() >= 0:  # a prompt counts when it is done
+            begins, ends = (np.concatenate((each, seen.first_s)) for each in (seen.first_s, last_s))
+            throughput["total_tokens_per_s"] = steady.spread_rate(
+                begins, ends, np.concatenate((tokens, prompt_tokens)), span
+            )
     replies = steady.of_whole_replies(seen, span)
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
@@ -96,13 +100,14 @@ def window(
             statistic: steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, share)
             for statistic, share in STATISTICS.items()
         }
-        found[name] = {
-            statistic: each
-            for statistic, each in estimates.items()
-            if each is not None and (statistic in _ALWAYS or each.low is not None)
-        }
+        found[name] = {statistic: each for statistic, each in estimates.items() if each is not None}
     return Window(
-        from_s=span.from_s, to_s=span.to_s, requests=int(inside.sum()), throughput=throughput, metrics=found
+        from_s=span.from_s,
+        to_s=span.to_s,
+        replies_to_s=replies.to_s,
+        requests=int(inside.sum()),
+        throughput=throughput,
+        metrics=found,
     ), ""
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,6 +111,7 @@ class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Swept(Sweep, kw_only=True):
     """sweep.json. gpus: how many share the model; None on a CPU, or where nothing says. complete: every run finished.
+    steady: whether throughput and latencies are those of the runs' steady windows, which all finished runs have.
     pareto: by throughput, the values of the points that no other one beats in both throughput and interactivity."""
 
     backend: str
@@ -120,6 +122,7 @@ class Swept(Sweep, kw_only=True):
     runs: list[SweptRun]
     points: list[SweptPoint]
     pareto: dict[str, list[str]]
+    steady: bool = False
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -192,7 +195,10 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
     reports = {name: report for name, (state, report) in runs.items() if report is not None and state == "finished"}
     any_report = next(iter(reports.values()), None) or next((each for _, each in runs.values() if each), None)
     gpus = _gpus(list(reports.values()), sweep.plan.options.get("gpus"))
-    points = [_point(sweep, value, reports, gpus) for value in sweep.plan.values]
+    windows = [None if report.steady is None else report.steady.window for report in reports.values()]
+    steady = bool(windows) and None not in windows
+    of_run = partial(_values, gpus=gpus, steady=steady)
+    points = [_point(sweep, value, reports, of_run) for value in sweep.plan.values]
     kept = {name: getattr(sweep, name) for name in Sweep.__struct_fields__}
     return Swept(
         **kept,
@@ -200,6 +206,7 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
         model=any_report.model if any_report else "",
         emulated=any(report.emulated for report in reports.values()),
         gpus=gpus,
+        steady=steady,
         complete=len(reports) == len(sweep.plan.order),
         runs=[_run(planned, *runs[planned.directory]) for planned in sweep.plan.order],
         points=points,
@@ -216,10 +223,12 @@ def _run(planned: PlannedRun, state: State, report: Report | None) -> SweptRun:
     return SweptRun(**facts, value=planned.value, seed=planned.seed, state=state)
 
 
-def _point(sweep: Sweep, value: str, reports: Mapping[str, Report], gpus: int | None) -> SweptPoint:
+def _point(
+    sweep: Sweep, value: str, reports: Mapping[str, Report], values: Callable[[Report], dict[str, float | None]]
+) -> SweptPoint:
     runs = sorted((each for each in sweep.plan.order if each.value == value), key=lambda each: each.seed)
     mine = {each.directory: reports[each.directory] for each in runs if each.directory in reports}
-    by_run = [_values(report, gpus) for report in mine.values()]
+    by_run = [values(report) for report in mine.values()]
     return SweptPoint(
         value=value,
         runs=list(mine),
@@ -236,9 +245,9 @@ def _fell_behind(report: Report) -> bool:
     return seen is not None and seen.word == "fell_behind"
 
 
-def _values(report: Report, gpus: int | None) -> dict[str, float | None]:
+def _values(report: Report, gpus: int | None, steady: bool) -> dict[str, float | None]:
     """A run's metrics by name, interactivity, and throughput a GPU where their number is known."""
-    values = repeats.values(report)
+    values = repeats.values(report, steady=steady)
     values[INTERACTIVITY] = 1000 / tpot_ms if (tpot_ms := values["tpot_p50"]) else None
     if gpus is not None:
         for name in BY_TOKENS:
@@ -382,6 +391,13 @@ def remarks(swept: Swept) -> list[str]:
         "Latencies are in milliseconds; tokens/s a user is 1 / tpot p50. " + share,
         f"The order of the runs was shuffled with seed {plan.seed}: {', '.join(run.directory for run in plan.order)}.",
     ]
+    if swept.steady:
+        lines.append(
+            "Throughput, ttft, tpot and e2el are of each run's steady state, which all of them have: without start and "
+            "drain."
+        )
+    elif any(run.state == "finished" for run in swept.runs):
+        lines.append("Numbers are of whole runs, with start and drain: not every run has a steady state.")
     if plan.repeat > 1:
         lines.append("Each number is the mean over a point's finished runs; sweep.json has their 95 % intervals.")
     if plan.options.get("quick_acks"):

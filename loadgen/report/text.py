@@ -218,6 +218,11 @@ def estimate(of: Estimate | None) -> str:
     return number(of.value) + ("" if of.low is None else f" ({number(of.low)} to {number(of.high)})")
 
 
+def bounded(of: Estimate | None) -> str:
+    """A dash too where too little was measured for an interval."""
+    return estimate(None if of is None or of.low is None else of)
+
+
 def _sessions_lines(sessions: SessionStats) -> Iterator[str]:
     """How many sessions there were, and how well their think times were kept."""
     ended = "an unknown number" if sessions.ended is None else number(sessions.ended)
@@ -480,7 +485,7 @@ def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
             [
                 (
                     name.removesuffix("_ms"),
-                    [estimate(of.get(each)) for each in _STEADY]
+                    [bounded(of.get(each)) if each == "p99" else estimate(of.get(each)) for each in _STEADY]
                     + [number(getattr(whole[name], each)) for each in _STEADY],
                 )
                 for name, of in found.items()

@@ -52,9 +52,9 @@ def mean_reach(blocks: Floats) -> float | None:
     return t_975(len(blocks) - 1) * float(blocks.std(ddof=1)) / math.sqrt(len(blocks))
 
 
-def of_percentile(ascending: Floats, share: float, counts: Floats, within: Floats) -> Bounds | None:
-    """Of the percentile `share` of the values (n,). counts and within: of each block (b,) its values, and those of them
-    that are at or under the percentile."""
+def shares(share: float, counts: Floats, within: Floats) -> Bounds | None:
+    """Between which shares of all values the percentile `share` lies. counts and within: of each block (b,) its values,
+    and those of them that are at or under the percentile."""
     b, n = len(counts), float(counts.sum())
     if b < LEAST_CLOSED or n < 1:
         return None
@@ -65,5 +65,13 @@ def of_percentile(ascending: Floats, share: float, counts: Floats, within: Float
     if widest > min(share, 1 - share) - 1 / n or moments * min(share, 1 - share) < BEYOND:
         return None
     reach = max(t_975(b - 1) * math.sqrt(variance), NORMAL_975 * math.sqrt(FLOOR * independent))
-    found = np.quantile(ascending, (share - reach, share + reach))
-    return float(found[0]), float(found[1])
+    return share - reach, share + reach
+
+
+def of_percentile(ascending: Floats, share: float, counts: Floats, within: Floats) -> Bounds | None:
+    """The same as values, of which there are (n,)."""
+    between = shares(share, counts, within)
+    if between is None:
+        return None
+    low, high = np.quantile(ascending, between)
+    return float(low), float(high)

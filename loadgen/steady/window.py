@@ -27,7 +27,7 @@ from loadgen.steady import blocks
 BINS = 50  # in which the token rate and the waits are looked at
 FILL_LIVES = 2.0  # until a second wave of requests has mixed
 LEAST_LIVES, LEAST_RATIO, LEAST_REQUESTS = 2.0, 1 / 3, 40
-MOST_DROPPED_RATIO = 0.75  # of what MSER looks at: the last quarter is too short to be steadier by more than luck
+MOST_DROPPED_RATIO = 0.5  # of what MSER looks at: a later part is too short to be steadier by more than luck
 
 Floats = NDArray[np.float64]
 
@@ -53,6 +53,10 @@ class Estimate(msgspec.Struct, frozen=True):
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def bounds(self) -> blocks.Bounds | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from loadgen.monitor.server_view import ServerSample
 from loadgen.page.content import Chart, Series, Shade
 from loadgen.report import metrics, sessions, slices
 from loadgen.report.metrics import CONVENTIONS, Convention
-from loadgen.report.pages import parts, series
+from loadgen.report.pages import intervals, parts, series
 from loadgen.report.pages.parts import Curve, rounded
 from loadgen.report.pages.series import Values
 from loadgen.report.schema import Report
@@ -62,6 +63,11 @@ class Shown:
     @property
     def rules(self) -> Convention:
         return CONVENTIONS[self.report.convention]
+
+    @cached_property
+    def in_blocks(self) -> list[Table]:
+        """As its intervals see it."""
+        return intervals.parts(self.measured, self.report.arrival)
 
     @property
     def origin(self) -> str:

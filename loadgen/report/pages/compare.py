@@ -25,13 +25,14 @@ from loadgen.page.content import (
 )
 from loadgen.report import compare, gate, repeats
 from loadgen.report.compare import LIMITED, Comparison, Side
-from loadgen.report.contrast import SAME, Bounds, Contrast
+from loadgen.report.contrast import SAME, Contrast
 from loadgen.report.limits import Check
 from loadgen.report.metrics import GOODPUT, Distribution
 from loadgen.report.pages import parts, several
 from loadgen.report.pages import run as run_page
 from loadgen.report.pages.charts import LATENCIES
 from loadgen.report.pages.parts import cell
+from loadgen.steady.blocks import Bounds
 
 MAIN = (
     "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99", "requests_per_s",

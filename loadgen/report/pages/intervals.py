@@ -1,118 +1,109 @@
-"""95 % intervals of what one run measured: how far the choice of requests within it can move a number. Pure.
+"""95 % intervals of what one run measured: how far the choice of its moments can move a number. Pure.
 
-Of a percentile of a metric with one value a request: the order statistics between which it lies by the binomial
-distribution, exact whatever the values' distribution (David and Nagaraja, Order Statistics, 7.1); none where a run has
-too few requests to bound it on both sides. Of a mean: Student's t. Both take requests as independent. Requests that
-waited in one queue are not, so no interval is narrower than Student's t over `PARTS` parts of the run by when requests
-were sent (batch means), which alone gives those of gaps (itl): gaps of one request are alike.
+Of means and percentiles by blocks of the run (`loadgen/steady/blocks.py`): by when requests were sent, each block long
+enough to hang little on the one before it. A run that holds too few blocks has no intervals, and so has a burst.
 
 Of a rate, by Little's law, L = X W: with the number of requests in flight taken as it was, it is in proportion to what
-the requests gave, over the sum of their latencies. That proportion is taken over the parts; two things move a rate
+the requests gave, over the sum of their latencies. That proportion is taken over the blocks; two things move a rate
 besides (`rate_noise`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.report import metrics
-from loadgen.report.contrast import CONFIDENCE, NORMAL_975, Bounds, t_975
-from loadgen.report.metrics import CONVENTIONS, GOODPUT, PERCENTILES, RATES, Convention, Distribution, Summary
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, PERCENTILES, RATES, Convention, Counted, Distribution
 from loadgen.rundir.records import Table
+from loadgen.steady import blocks, flows
+from loadgen.steady.blocks import NORMAL_975, Bounds
 
-PARTS, LEAST_IN_PART = 10, 5  # of a run, and requests that ended ok in each
 STATISTICS = ("mean", "p50", "p99")
-REACH = 10  # standard deviations of the binomial distribution that are looked at
+LEAST_IN_BLOCK = 5  # requests that ended ok, in the mean
 LATENCY = "latency"  # of what each request gave, the last column
 MEANING = (
-    "95 % intervals within one run: of p50 and p99 between order statistics, by the binomial distribution; of a mean "
-    "Student's t; none narrower than Student's t over ten parts of the run by when requests were sent (batch means), "
-    "which alone gives those of itl; of rates over the same parts, with the requests in flight taken as they were. "
-    "They take the run as steady: of a burst or a ramp they may be too wide or too narrow; and they do not hold the "
-    "noise from one run to the next: for that, repeat the run (loadgen run --repeat 5). A dash: too few requests to "
-    "tell."
+    "95 % intervals within one run, by up to ten blocks of it: each holds two lives of a closed loop's requests, or "
+    "three where they arrive by themselves, since requests that were under way together are alike. Of a mean: "
+    "Student's t over the blocks; of a percentile: the values between which it lies by the blocks' shares under it; of "
+    "rates: over the same blocks, with the requests in flight taken as they were. They do not hold the noise from one "
+    "run to the next: for that, repeat the run (loadgen run --repeat 5). A dash: too few independent moments to tell, "
+    "as in every burst."
 )
 
 OWN_RULES = CONVENTIONS["loadgen"]
 Values = NDArray[np.float64]
 
 
-def ranks(n: int, thousandths: int) -> tuple[int, int] | None:
-    """Which of n ascending values, from 0, hold a percentile between them; None where n is too small."""
-    share = thousandths / 1000
-    reach = math.ceil(REACH * (math.sqrt(n * share * (1 - share)) + 1))
-    first, last = max(0, math.floor(n * share) - reach), min(n, math.ceil(n * share) + reach)
-    counts = np.arange(first, last + 1)  # of the values below the percentile; others have no chance to speak of
-    log_first = math.lgamma(n + 1) - math.lgamma(first + 1) - math.lgamma(n - first + 1)
-    log_first += first * math.log(share) + (n - first) * math.log(1 - share)
-    growth = np.log((n - counts[:-1]) / (counts[:-1] + 1) * (share / (1 - share)))
-    at_most = np.cumsum(np.exp(log_first + np.concatenate(([0.0], np.cumsum(growth)))))
-    tail = (1 - CONFIDENCE) / 2
-    low = first + int(np.searchsorted(at_most, tail, side="right")) - 1
-    high = first + int(np.searchsorted(at_most, 1 - tail, side="left"))
-    return (low, high) if low >= 0 and high < n else None
-
-
-def of_metric(measured: Table, name: str, rules: Convention, whole: Summary) -> dict[str, Bounds | None]:
-    """By `STATISTICS`, in milliseconds. whole: of the metric in `measured`."""
-    by_part = [metrics.summary(metrics.sample(part, name, rules), rules.percentile) for part in parts(measured)]
-    sample = None if name == "itl_ms" else metrics.sample(measured, name, rules)  # gaps of a request hang together
-    bounds: dict[str, Bounds | None] = {}
-    for statistic in STATISTICS:
-        value = getattr(whole, statistic)
-        own = None if sample is None else _own(sample, whole, statistic)
-        batches = [each for summary in by_part if (each := getattr(summary, statistic)) is not None]
-        reach = _reach(np.array(batches)) if len(batches) == PARTS else None
-        bounds[statistic] = _widened(own, value, reach, alone=sample is None)
-    return bounds
-
-
-def _own(sample: Distribution, whole: Summary, statistic: str) -> Bounds | None:
-    """As if its values were independent."""
-    values, unit_ms = sample
-    if statistic == "mean":
-        if whole.mean is None or whole.std is None:
-            return None
-        reach = t_975(whole.n - 1) * whole.std / math.sqrt(whole.n)
-        return whole.mean - reach, whole.mean + reach
-    between = ranks(len(values), PERCENTILES[statistic])
-    return None if between is None else (float(values[between[0]]) * unit_ms, float(values[between[1]]) * unit_ms)
-
-
-def _reach(values: Values) -> float:
-    return t_975(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def _widened(own: Bounds | None, value: float | None, reach: float | None, *, alone: bool) -> Bounds | None:
-    if value is None or reach is None:
-        return own
-    if own is None:
-        return (value - reach, value + reach) if alone else None
-    return min(own[0], value - reach), max(own[1], value + reach)
-
-
-def parts(measured: Table) -> list[Table]:
-    """`PARTS` parts of the requests that ended ok, by when they were sent; none where they would be too small."""
-    ok = np.flatnonzero(measured.ok)
-    if len(ok) < PARTS * LEAST_IN_PART:
+def parts(measured: Table, arrival: str) -> list[Table]:
+    """The blocks of a run: the requests of each that ended ok, by when they were sent; none where it holds too few."""
+    ok = measured.ok & (measured.sent_ns != -1)
+    if not ok.any():
         return []
-    order = ok[np.argsort(measured.sent_ns[ok], kind="stable")]
-    part_of = np.full(len(measured), -1)
-    part_of[order] = np.arange(len(order)) * PARTS // len(order)
-    return [measured.select(part_of == number) for number in range(PARTS)]
+    sent_s = measured.sent_ns / 1e9
+    begin_s, end_s = float(sent_s[ok].min()), float(sent_s[ok].max())
+    life_s = float(np.median((measured.done_ns - measured.sent_ns)[ok])) / 1e9
+    count = blocks.count(end_s - begin_s, life_s, closed=flows.slots(arrival) is not None)
+    count = min(count, int(ok.sum()) // LEAST_IN_BLOCK)
+    if count < blocks.LEAST_CLOSED:
+        return []
+    block = np.searchsorted(np.linspace(begin_s, end_s, count + 1)[1:-1], sent_s, side="right")
+    found = [measured.select(ok & (block == number)) for number in range(count)]
+    return found if min(map(len, found)) > 1 else []
+
+
+def of_metric(
+    measured: Table, in_blocks: Sequence[Table], name: str, rules: Convention, statistics: Sequence[str] = STATISTICS
+) -> dict[str, Bounds | None]:
+    """By statistic, in milliseconds. in_blocks: the parts of `measured`."""
+    samples = [metrics.sample(part, name, rules) for part in in_blocks]
+    if not samples or not all(len(values) for values, _ in samples):
+        return dict.fromkeys(statistics)
+    whole = metrics.sample(measured, name, rules)
+    summary = metrics.summary(whole, rules.percentile)
+    means = np.array([metrics.summary(each, rules.percentile).mean for each in samples])
+    counts = np.array([float(len(values)) for values, _ in samples])
+    reach = blocks.mean_reach(means)
+    found: dict[str, Bounds | None] = {}
+    for statistic in statistics:
+        value = getattr(summary, statistic)
+        if statistic == "mean":
+            found[statistic] = None if reach is None else (max(0.0, value - reach), value + reach)
+            continue
+        within = np.array([_within(each, value) for each in samples])
+        between = blocks.shares(PERCENTILES[statistic] / 1000, counts, within)
+        found[statistic] = None if between is None else (_at(whole, between[0]), _at(whole, between[1]))
+    return found
+
+
+def _within(sample: Distribution, value_ms: float) -> float:
+    """How many of its values are at or under this one."""
+    values, unit_ms = sample
+    limit = value_ms / unit_ms * (1 + 1e-12)
+    if isinstance(values, Counted):
+        return float(values.at_most(np.array([limit]))[0])
+    return float(np.searchsorted(values, limit, side="right"))
+
+
+def _at(sample: Distribution, share: float) -> float:
+    values, unit_ms = sample
+    return float(values[round(share * (len(values) - 1))]) * unit_ms
 
 
 def of_rates(
-    measured: Table, values: Mapping[str, float | None], slos: Mapping[str, float], arrival: str
+    measured: Table,
+    in_blocks: Sequence[Table],
+    values: Mapping[str, float | None],
+    slos: Mapping[str, float],
+    arrival: str,
 ) -> dict[str, Bounds | None]:
-    """Intervals of rates, by the names of `work`. values: as they were measured."""
+    """Of rates, by the names of `work`. values: as they were measured. in_blocks: the parts of `measured`."""
     proportions: dict[str, list[float]] = {}
-    for part in parts(measured):
+    for part in in_blocks:
         gave = work(part, slos)
         for name in gave:
             proportions.setdefault(name, []).append(float(gave[name].sum() / gave[LATENCY].sum()))
@@ -120,10 +111,11 @@ def of_rates(
     bounds: dict[str, Bounds | None] = {}
     for name, value in values.items():
         each = np.array(proportions.get(name, ()))
-        if value is None or not len(each) or not each.mean():
+        reach = blocks.mean_reach(each)
+        if value is None or reach is None or not each.mean():
             bounds[name] = None
             continue
-        reach = value * math.hypot(_reach(each) / float(each.mean()), besides)
+        reach = value * math.hypot(reach / float(each.mean()), besides)
         bounds[name] = (max(0.0, value - reach), value + reach)
     return bounds
 

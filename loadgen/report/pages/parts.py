@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.page.content import Cell, Chart, Items, Listed, Number, Series, Table, Tone
-from loadgen.report.contrast import Bounds
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Distribution, Summary
 from loadgen.report.pages import series
 from loadgen.report.schema import Numbers
 from loadgen.report.text import number
 from loadgen.rundir import Manifest
+from loadgen.steady.blocks import Bounds
 
 SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")  # of a Summary
 TONES: dict[str, Tone] = {"invalid": "bad", "warning": "warning", "info": "plain"}  # by severity

@@ -178,7 +178,7 @@ def rates(runs: Sequence[Shown]) -> Table:
     measured = [_rates(run) for run in runs]
     slos = [{} if run.report.goodput is None else run.report.goodput.slos_ms for run in runs]
     bounds = [
-        intervals.of_rates(run.measured, rates, limits, run.report.arrival)
+        intervals.of_rates(run.measured, run.in_blocks, rates, limits, run.report.arrival)
         for run, rates, limits in zip(runs, measured, slos, strict=True)
     ]
     for name, title in RATES.items():
@@ -205,7 +205,7 @@ def latency_intervals(runs: Sequence[Shown]) -> Table:
     rows: list[list[Cell]] = []
     for metric in LATENCIES:
         for run in runs:
-            bounds = intervals.of_metric(run.measured, metric, run.rules, run.report.metrics[metric])
+            bounds = intervals.of_metric(run.measured, run.in_blocks, metric, run.rules)
             row: list[Cell] = [_row(runs, run, metric.removesuffix("_ms"))]
             for statistic in intervals.STATISTICS:
                 row += [cell(getattr(run.report.metrics[metric], statistic)), interval(bounds[statistic])]

@@ -20,20 +20,21 @@ STAMPS = ("headers", "first_token", "last_token", "done")
 
 
 def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Table:
-    """Ok requests with these times to a first token (n,) and gaps (n, k)."""
+    """Ok requests, ten a second, with these times to a first token (n,) and gaps (n, k)."""
     n, k = gaps_us.shape
-    first = 1_000_000 + (ttft_ms * 1e6).astype(np.int64)
+    sent = 1_000_000 + np.arange(n) * 100_000_000
+    first = sent + (ttft_ms * 1e6).astype(np.int64)
     last = first + gaps_us.sum(axis=1) * 1000
     one = table([request()])
-    repeated = {
-        name: np.repeat(getattr(one, name), n) for name in ("scheduled_ns", "sent_ns", "outcome", "phase", "status")
-    }
+    repeated = {name: np.repeat(getattr(one, name), n) for name in ("outcome", "phase", "status")}
     tokens = {name: np.full(n, k + 1) for name in ("output_tokens", "asked_tokens", "events")}
     return replace(
         one,
         **repeated,
         **tokens,
         id=np.arange(n),
+        scheduled_ns=sent,
+        sent_ns=sent,
         headers_ns=first,
         first_token_ns=first,
         last_token_ns=last,
@@ -65,12 +66,14 @@ def test_a_run_does_not_differ_from_itself() -> None:
     compared = compare.build(manifest(), one, manifest(), one)
     lines = [line for row in compared.metrics.values() for line in row.values()]
     assert len(lines) == 5 * len(METRICS)
-    for line in [*lines, compared.failure_ratio]:
+    bounded = [line for line in lines if line.difference_ci is not None]
+    assert len(bounded) >= 4 * len(METRICS)
+    for line in [*bounded, compared.failure_ratio]:
         assert line.difference == 0
         assert line.difference_ci is not None and line.difference_ci[0] <= 0 <= line.difference_ci[1]
         assert line.shows == "no difference shown"
     for name in METRICS:
-        assert compared.metrics[name]["mean"].ratio == 1
+        assert compared.metrics[name]["mean"].ratio == (None if name == "send_lag_ms" else 1)
     assert compared.configuration == {}
 
 
@@ -105,7 +108,8 @@ def test_failures_and_throughput_by_hand() -> None:
     assert rates["requests_per_s"].a == rates["requests_per_s"].b == 3 / 0.505
     assert rates["output_tokens_per_s"].a == 7 / 0.505
     assert rates["total_tokens_per_s"].a == 37 / 0.505
-    assert rates["output_tokens_per_s"].shows == "no difference shown"
+    assert rates["output_tokens_per_s"].shows is None  # of three requests nothing is known
+    assert "A and B held too few independent moments" in " ".join(compared.notes)
 
 
 def test_nothing_to_compare_is_no_error() -> None:
@@ -142,7 +146,6 @@ def test_the_text_is_honest_and_safe() -> None:
     assert "EMULATED" in text
     assert "no difference shown" in text
     assert "not the noise from run to run" in text
-    assert "Requests of one burst wait in one queue" in text
     assert "config.note: None | \\x1b]0;hi\\x07" in text
 
 
@@ -178,16 +181,14 @@ def rate(a: Table, b: Table) -> compare.Contrast:
     return compare.build(manifest(), a, manifest(), b).throughput["output_tokens_per_s"]
 
 
-@pytest.mark.processes
-def test_the_interval_of_a_closed_loops_throughput_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "RESAMPLES", 400)
+def test_the_interval_of_a_closed_loops_throughput_covers_the_truth() -> None:
     hits, wide = [], []
     for pair in range(60):
         change = rate(closed_loop(2 * pair), closed_loop(2 * pair + 1, 1 / 0.9))
         assert change.ratio_ci is not None
         hits.append(change.ratio_ci[0] <= 0.9 <= change.ratio_ci[1])
         wide.append(change.ratio_ci[1] - change.ratio_ci[0])
-    assert coverage(hits) >= 0.9
+    assert np.mean(hits) >= 0.9
     assert np.mean(wide) < 0.1  # and is no wider than helps: a loss of 10 % shows
 
 
@@ -210,84 +211,3 @@ def test_the_interval_of_a_rates_difference_is_as_wide_as_that_of_its_ratio() ->
 def test_throughput_of_a_run_that_gave_nothing_has_no_interval() -> None:
     change = rate(closed_loop(1), replace(closed_loop(2), output_tokens=np.full(400, -1)))
     assert (change.b, change.difference_ci) == (None, None)
-
-
-# The resampling itself.
-
-
-@pytest.mark.parametrize("thousandths", [500, 990])
-def test_order_statistics_are_distributed_as_in_resamples(thousandths: int) -> None:
-    rng = np.random.default_rng(3)
-    values = np.sort(rng.exponential(1, 150))
-    exact = np.sort(compare.quantile_resamples(values, thousandths, rng))
-    brute = np.sort(np.percentile(rng.choice(values, (20_000, 150)), thousandths / 10, axis=1))
-    grid = np.linspace(0, values[-1], 400)
-    apart = np.searchsorted(exact, grid, "right") / len(exact) - np.searchsorted(brute, grid, "right") / len(brute)
-    # Kolmogorov-Smirnov at the 0.1 % level for 2000 against 20,000
-    assert np.abs(apart).max() < 1.95 * np.sqrt(1 / 2000 + 1 / 20_000)
-
-
-def test_weights_of_a_resample_add_up() -> None:
-    rows = np.column_stack([np.ones(50), np.arange(50.0)])
-    (sums,) = compare.weighted_sums([rows], np.random.default_rng(0))
-    assert (sums[:, 0] == 50).all()
-    # mean of the means, and their spread: sqrt(variance of 0..49 / 50)
-    means = sums[:, 1] / 50
-    assert means.mean() == pytest.approx(24.5, abs=4 * means.std() / np.sqrt(compare.RESAMPLES))
-    assert means.std() == pytest.approx(np.sqrt((50**2 - 1) / 12 / 50), rel=0.1)
-
-
-def coverage(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)
-
-
-@pytest.mark.parametrize(("thousandths", "n"), [(500, 100), (990, 1000)])
-def test_intervals_of_percentiles_cover_the_truth(thousandths: int, n: int) -> None:
-    rng = np.random.default_rng(thousandths)
-    quantile = -np.log(1 - thousandths / 1000)  # of an exponential with mean 1
-    hits = []
-    for _ in range(300):
-        a, b = np.sort(rng.exponential(1, n)), np.sort(rng.exponential(1.5, n))
-        resamples = [compare.quantile_resamples(values, thousandths, rng) for values in (a, b)]
-        low, high = compare.percentile_interval(resamples[1] - resamples[0]) or (np.inf, -np.inf)
-        hits.append(low <= 0.5 * quantile <= high)
-    assert 0.90 <= coverage(hits) <= 0.99
-
-
-@pytest.mark.processes
-def test_intervals_of_means_and_of_pooled_gaps_cover_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "RESAMPLES", 1000)
-    truth = {("ttft_ms", "mean"): 50.0, ("itl_ms", "mean"): 0.0, ("itl_ms", "p50"): 0.0, ("itl_ms", "p99"): 0.0}
-    hits: dict[tuple[str, str], list[bool]] = {key: [] for key in truth}
-    for trial in range(120):
-        rng = np.random.default_rng(trial)
-        a, b = (compare.bootstrap_draws(drawn(2 * trial + side, 120, 100 + 50 * side), rng) for side in (0, 1))
-        for key, value in truth.items():
-            low, high = compare.percentile_interval(b[key] - a[key]) or (np.inf, -np.inf)
-            hits[key].append(low <= value <= high)
-    for key in truth:
-        # gaps of one request are alike: drawing each gap on its own would cover the truth far less often
-        assert 0.90 <= coverage(hits[key]) <= 0.99, key
-
-
-def test_units_of_neighbours_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = drawn(7, 2000)
-
-    def spread() -> dict[str, float]:
-        made = compare.bootstrap_draws(one, np.random.default_rng(0))
-        return {statistic: float(made["itl_ms", statistic].std()) for statistic in ("mean", "p50")}
-
-    whole = spread()
-    monkeypatch.setattr(compare, "MAX_UNITS", 400)
-    assert spread() == pytest.approx(whole, rel=0.15)
-
-
-def test_pooled_percentiles_of_resamples_are_centred_on_those_of_the_run() -> None:
-    one = drawn(5, 500, failed=3)
-    made = compare.bootstrap_draws(one, np.random.default_rng(0))
-    ok = one.select(one.ok)
-    for statistic, percent in (("p50", 50), ("p99", 99)):
-        shown = np.percentile(ok.itl_us, percent) / 1000
-        resamples = made["itl_ms", statistic]
-        assert abs(np.median(resamples) - shown) < 0.25 * resamples.std() + 0.001
-    assert np.median(made["itl_ms", "mean"]) == pytest.approx(ok.itl_us.mean() / 1000, rel=0.01)
