@@ -227,8 +227,9 @@ class LatentAttention:
         return self.kv_rank + self.rope
 
     def token_bytes(self, precision: Precision) -> int:
-        """What the cache keeps of one token. With an indexer, as vLLM has it: its key of 8 bits, with a scale of 32 for
-        128 of them; and an fp8 cache has the latent in 8 bits with such scales, and the rotary key in 16."""
+        """What the cache keeps of one token. With an indexer, as vLLM has it (its DeepseekV32IndexerCache,
+        `fp8_ds_mla` of its MLA backends): its key of 8 bits, with a scale of 32 for 128 of them, 132 bytes; and an fp8
+        cache has the latent in 8 bits with such scales, and the rotary key in 16, 656 bytes."""
         if not self.index_heads:
             return self.kv_values * precision.kv_bytes
         latent = self.kv_values * precision.kv_bytes
@@ -322,7 +323,8 @@ class Recurrent:
         return 0
 
     def state_bytes(self, precision: Precision) -> int:
-        """What it keeps of one sequence, over all GPUs."""
+        """What it keeps of one sequence, over all GPUs; as MambaStateShapeCalculator and MambaStateDtypeCalculator of
+        vLLM's mamba_utils.py have it without speculation."""
         return self.state * (4 if self.wide else precision.value_bytes) + self.recent * precision.value_bytes
 
     def shares(self, tp: int) -> int:

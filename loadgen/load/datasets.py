@@ -26,6 +26,7 @@ class _Line(msgspec.Struct):
     text: str | msgspec.UnsetType = msgspec.UNSET  # as some call it
     prompt_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None
+    max_tokens: TokenCount | None = None  # as requests call it
 
 
 class _Prompt(NamedTuple):
@@ -102,5 +103,5 @@ def read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
             raise WorkloadError(f"{where} has an empty prompt.")
         if prompt_kind == "text" and not isinstance(prompt, str):
             raise WorkloadError(f"{where} has token ids, but this backend takes text only.")
-        prompts.append(_Prompt(prompt, line.prompt_tokens, line.output_tokens))
+        prompts.append(_Prompt(prompt, line.prompt_tokens, line.output_tokens or line.max_tokens))
     return prompts

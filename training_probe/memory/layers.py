@@ -243,7 +243,10 @@ def _heads(
     """Queries, keys and values as attention takes them, and its output; bytes per token. Eager and math attention copy
     keys and values for every head; math computes in fp32."""
     fused = cell.attention == "flash"
-    if isinstance(attention, Recurrent):  # projections, before and behind the convolution; the output, gated
+    if isinstance(attention, Recurrent):
+        # Not measured. Projections, before and behind the convolution; the output, gated: what a fused kernel keeps
+        # (flash-linear-attention: also 64 values of 16 bits a head and token, some 5 %). Without one transformers
+        # computes in 32 bits, copies keys for every value head, and keeps several times as much.
         return 4.0 * attention.inputs + 6.0 * attention.inner
     if isinstance(attention, Attention):
         output = attention.query_width

@@ -33,7 +33,7 @@ def test_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [bytes, *PACKERS.values()])
 @pytest.mark.parametrize("mark", ["utf-8", "utf-8-sig", "utf-16"])
 def test_lists_marks_and_packed_files(tmp_path: Path, packed: Callable[[bytes], bytes], mark: str) -> None:
-    rows = [{"prompt": "What is a café?", "output_tokens": 8}, {"text": "Name three rivers."}, "One more."]
+    rows = [{"prompt": "What is a café?", "max_tokens": 8}, {"text": "Name three rivers."}, "One more."]
     for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
         path = tmp_path / "prompts"
         path.write_bytes(packed(text.encode(mark)))
