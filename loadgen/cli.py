@@ -517,12 +517,19 @@ def search(
 def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:
     """Check what a run with these options needs of this machine, and say what to do about the rest.
 
-    Nothing is started. `ok`: as it must be; `!`: it will work, but perhaps not as well; `!!`: it will not work, and the
-    exit code is 3. Without options it looks at the machine.
+    Nothing is started; the server of --url gets a few short requests, to see what the wire adds. `ok`: as it must be;
+    `!`: it will work, but perhaps not as well; `!!`: it will not work, and the exit code is 3. Without options it looks
+    at the machine.
     """
-    from loadgen.doctor.examine import examine, render
+    from loadgen.doctor.examine import examine, render, wire
+    from loadgen.event_loop import run_loop
+    from loadgen.run import Run
 
-    checks = examine(config or Config())
+    settings = config or Config()
+    checks = examine(settings)
+    if settings.url is not None:
+        run = Run(settings, Path(), "doctor", lambda line: None)
+        checks.append(wire(lambda: run_loop(run.wire())))
     print(render(checks))
     return exit_codes.FAILED if any(check.state == "problem" for check in checks) else exit_codes.OK
 

@@ -260,6 +260,10 @@ class Run:
             self.say(f"note: {note}.")
         return plan
 
+    async def wire(self) -> WireFacts | None:
+        """What the wire to the server that --url names adds, without a load. Raises the errors of `plan`."""
+        return await measure(await self.plan(Served(self.target)), self.say)
+
     async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:
         """The client's own ceiling for this load, unless --no-calibrate; of several machines the slowest's."""
         if not self.config.calibrate:

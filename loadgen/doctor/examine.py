@@ -1,6 +1,6 @@
 """What a run needs of this machine, looked at before it begins: one check a question, each with what was found.
 
-Nothing is started, pulled or written. A check that cannot be made says so and stops no other. "problem": the run would
+Nothing is started, pulled or written; `wire` alone sends requests. A check that cannot be made says so and stops no other. "problem": the run would
 fail. "warning": it would work, but what it measures may be worse than it must be, or it may fail under load.
 """
 
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +29,7 @@ from loadgen.doctor.machine import Check, Observation, State, client_checks, gua
 from loadgen.load.dataset_files import counted
 from loadgen.models import Model
 from loadgen.plan import planned_load
+from loadgen.rundir import WireFacts
 from loadgen.server import embedded
 from loadgen.server.installed import installed
 from loadgen.server.launch import Launch, plan_launch
@@ -51,6 +52,26 @@ def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
         return own
     inventory = gpus.read() if inventory is None else inventory
     return [*(_open_checks(inventory) if config.where == "embedded" else _launch_checks(config, inventory)), *own]
+
+
+def wire(measure: Callable[[], WireFacts | None]) -> Check:
+    """What lies between this machine and the server of --url adds to the time of a first token."""
+
+    def found() -> Observation:
+        facts = measure()
+        if facts is None:
+            return Observation("warning", "not measured: it takes Linux and replies of a few tokens in half a second")
+        times = f"first token after {facts.ttft_ms:.1f} ms, with quick ACKs after {facts.ttft_quick_ms:.1f} ms"
+        if not facts.waits:
+            return Observation("ok", f"{times}, medians of {facts.n} requests each")
+        return Observation(
+            "warning",
+            f"{times}: the server or a proxy does not set TCP_NODELAY, and waits for delayed ACKs",
+            "set it where the stream is written (HAProxy: option http-no-delay, nginx: tcp_nodelay on), or measure the "
+            "server itself with --quick-acks",
+        )
+
+    return guarded("wire", found)
 
 
 def render(checks: list[Check]) -> str:

@@ -19,9 +19,11 @@ from loadgen import cli
 from loadgen.config import Config, ConfigError
 from loadgen.doctor import examine as doctor
 from loadgen.doctor import machine as own_machine
-from loadgen.doctor.examine import examine, render
+from loadgen.doctor.examine import examine, render, wire
 from loadgen.doctor.machine import Check, Observation
+from loadgen.rundir import WireFacts
 from tests.loadgen.server.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
+from tests.servers.reader import running
 
 FINE = {
     "/proc/sys/net/core/somaxconn": "4096",
@@ -380,3 +382,31 @@ def test_the_file_of_the_load_is_looked_into(tmp_path: Path) -> None:
     assert found(trace=tmp_path / "none", url="http://h").seen.endswith("none: No such file or directory")
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n')
     assert found(trace=trace).seen == f"{trace}: 1 request"
+
+
+FACTS = WireFacts(
+    ttft_ms=44.5, ttft_quick_ms=10.4, n=5, waits=True, events_per_read=4.0, events_per_read_quick=1.0
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "seen"),
+    [
+        (FACTS, "warning", "44.5 ms, with quick ACKs after 10.4 ms: the server or a proxy does not set TCP_NODELAY"),
+        (msgspec.structs.replace(FACTS, ttft_ms=10.5, waits=False), "ok", "10.5 ms, with quick ACKs after 10.4 ms, "),
+        (None, "warning", "not measured"),
+    ],
+)
+def test_what_the_wire_adds(facts: WireFacts | None, state: str, seen: str) -> None:
+    check = wire(lambda: facts)
+    assert (check.name, check.state) == ("wire", state) and seen in check.seen
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can acknowledge at once")
+def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(tmp_path, "tgi", ttft_ms=10, itl_ms=2, wire="nagle") as server:
+        assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
+    assert "does not set TCP_NODELAY" in capsys.readouterr().out
+    assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
+    assert "wire          cannot be checked: cannot reach" in capsys.readouterr().out
