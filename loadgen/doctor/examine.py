@@ -1,7 +1,8 @@
 """What a run needs of this machine, looked at before it begins: one check a question, each with what was found.
 
-Nothing is started, pulled or written; `wire` alone sends requests. A check that cannot be made says so and stops no other. "problem": the run would
-fail. "warning": it would work, but what it measures may be worse than it must be, or it may fail under load.
+Nothing is started, pulled or written; `wire` alone sends requests. A check that cannot be made says so and stops no
+other. "problem": the run would fail. "warning": it would work, but what it measures may be worse than it must be, or it
+may fail under load.
 """
 
 from __future__ import annotations

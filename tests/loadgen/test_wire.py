@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.protocol import Sampling
+from loadgen import cli
 from loadgen.event_loop import run_loop
 from loadgen.plan import Job, Plan, PromptSource, Timeouts
 from loadgen.target import Target
@@ -50,3 +51,12 @@ def test_a_slow_server_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_ends_no_run() -> None:
     assert run_loop(measure(plan("http://127.0.0.1:9", "openai"), print)) is None
+
+
+@pytest.mark.processes
+def test_doctor_asks_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(tmp_path, "tgi", ttft_ms=10, itl_ms=2, wire="nagle") as server:
+        assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
+    assert "does not set TCP_NODELAY" in capsys.readouterr().out
+    assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
+    assert "wire          cannot be checked: cannot reach" in capsys.readouterr().out

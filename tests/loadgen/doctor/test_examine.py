@@ -23,7 +23,6 @@ from loadgen.doctor.examine import examine, render, wire
 from loadgen.doctor.machine import Check, Observation
 from loadgen.rundir import WireFacts
 from tests.loadgen.server.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
-from tests.servers.reader import running
 
 FINE = {
     "/proc/sys/net/core/somaxconn": "4096",
@@ -400,13 +399,3 @@ FACTS = WireFacts(
 def test_what_the_wire_adds(facts: WireFacts | None, state: str, seen: str) -> None:
     check = wire(lambda: facts)
     assert (check.name, check.state) == ("wire", state) and seen in check.seen
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can acknowledge at once")
-def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(tmp_path, "tgi", ttft_ms=10, itl_ms=2, wire="nagle") as server:
-        assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
-    assert "does not set TCP_NODELAY" in capsys.readouterr().out
-    assert cli.doctor(cli.DoctorOptions(backend="tgi", url=server.server.url)) == 0
-    assert "wire          cannot be checked: cannot reach" in capsys.readouterr().out
