@@ -29,7 +29,7 @@ from training_probe.options import (
 )
 from training_probe.sweep import manifests, slurm
 from training_probe.sweep import run as sweeps
-from training_probe.sweep.cell import Surroundings
+from training_probe.sweep.cell import Dependencies
 from training_probe.sweep.manifests import Settings
 
 FLAG = "--nodes-per-cell"
@@ -61,7 +61,7 @@ def resume_on_nodes(where: OnCluster, directory: Path) -> int:
     with rendezvous.gathered(where.meeting(RESUMED), say) as fleet:
         fleet.check_cells(manifest.cells)
         fleet.check(tuple(needed(manifest.cells)))
-        return sweeps.resume(directory, say, Surroundings(cluster=fleet, inventory=Inventory))
+        return sweeps.resume(directory, say, Dependencies(cluster=fleet, inventory=Inventory))
 
 
 def follow(grid: Grid, measuring: Measuring, where: OnCluster, resumed: bool) -> int:
@@ -139,7 +139,7 @@ def _measured(
     if installed("transformers"):  # who drives a Ray cluster need not have it
         check_built(known)
     begin()
-    return sweeps.sweep(cells, settings, directory, say, Surroundings(cluster=there, inventory=Inventory))
+    return sweeps.sweep(cells, settings, directory, say, Dependencies(cluster=there, inventory=Inventory))
 
 
 def scripts(grid: Grid, measuring: Measuring, where: OnCluster, argv: Sequence[str], directory: Path) -> str:

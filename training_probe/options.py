@@ -176,11 +176,13 @@ class Grid:
     def cells(self, device: grid.Device, here: int) -> list[Cell]:
         """What the options name on a machine with `here` GPUs of its own, without the options that change nothing.
         Raises GridError."""
-        return list(dict.fromkeys(_settled(cell)[0] for cell in self._named(device, here)))
+        return list(dict.fromkeys(without_idle_options(cell)[0] for cell in self._named(device, here)))
 
     def idle(self, device: grid.Device, here: int) -> list[str]:
         """The options that change nothing for a cell, a clause each. Raises GridError."""
-        return list(dict.fromkeys(clause for cell in self._named(device, here) for clause in _settled(cell)[1]))
+        return list(
+            dict.fromkeys(clause for cell in self._named(device, here) for clause in without_idle_options(cell)[1])
+        )
 
     def _named(self, device: grid.Device, here: int) -> list[Cell]:
         trials.check(self.engine)
@@ -428,8 +430,9 @@ class OnCluster(SeveralNodes):
             raise GridError(f"--nodes-per-cell is {self.nodes_per_cell}; it must be from 1 to {MAX_NODES}.")
 
 
-def _settled(cell: Cell) -> tuple[Cell, list[str]]:
-    """Without what changes nothing. Raises GridError or ConfigError."""
+def without_idle_options(cell: Cell) -> tuple[Cell, list[str]]:
+    """Drops options that have no effect on this cell; returns the cell and a clause for each. Raises GridError or
+    ConfigError."""
     spec = _described(cell.model).spec if cell.recomputed_every else None
     return grid.settled(cell, None if spec is None else spec.layers)
 

@@ -5,8 +5,8 @@
     python -m benchmarks.published --keep           # computes (two minutes on one core), keeps them in results/
     python -m benchmarks.published --written        # writes the document's part from the results alone
 
-The part of docs/lab/accuracy.md between `<!-- published -->` and `<!-- /published -->` is replaced by the last two; nobody
-edits it by hand.
+The part of docs/lab/accuracy.md between `<!-- published -->` and `<!-- /published -->` is replaced by the last two;
+nobody edits it by hand.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.training_probe import stand_in
 from training_probe.grid import Cell
 from training_probe.launch import cluster
-from training_probe.sweep.cell import Surroundings
+from training_probe.sweep.cell import Dependencies
 from training_probe.sweep.manifests import Settings
 from training_probe.sweep.run import resume, sweep
 
@@ -25,7 +25,7 @@ def say(text: str) -> None:
 def main(address: str, directory: Path, nodes: int, timeout_s: float, cells: list[str]) -> int:
     with cluster.joined(address, nodes, "--nodes-per-cell") as joined:
         joined.check(())
-        around = Surroundings(command=stand_in.command, cluster=joined)
+        around = Dependencies(command=stand_in.command, cluster=joined)
         if not cells:
             return resume(directory, say, around)
         settings = Settings(

@@ -17,7 +17,7 @@ from training_probe.own_deepspeed import merged, uncounted
 from training_probe.protocol import deepspeed_config
 from training_probe.report import tables
 from training_probe.results import of_cell
-from training_probe.sweep.cell import Surroundings
+from training_probe.sweep.cell import Dependencies
 from training_probe.sweep.manifests import Model, Settings
 
 Z2 = cell("Z2", model="tiny", gpus=2, micro_batch=4, grad_accum=3)
@@ -110,8 +110,8 @@ def test_memory_is_not_predicted_with_what_was_not_counted() -> None:
     assert uncounted(Z2, heavy) == "zero_optimization.reduce_bucket_size"
     assert uncounted(Z2, light) is uncounted(Z2, None) is None
     models = {"tiny": Model(spec=TINY)}
-    assert Surroundings().predict(Z2, Settings(models=models, deepspeed=heavy)) is None
-    assert Surroundings().predict(Z2, Settings(models=models, deepspeed=light)) == predict(Z2, TINY.decoder)
+    assert Dependencies().predict(Z2, Settings(models=models, deepspeed=heavy)) is None
+    assert Dependencies().predict(Z2, Settings(models=models, deepspeed=light)) == predict(Z2, TINY.decoder)
 
 
 def test_the_manifest_keeps_it() -> None:

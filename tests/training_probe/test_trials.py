@@ -11,7 +11,7 @@ from tests.training_probe import own_script
 from training_probe import cli, grid, trials
 from training_probe.memory import predict
 from training_probe.options import TINY
-from training_probe.sweep.cell import Surroundings, utilization
+from training_probe.sweep.cell import Dependencies, utilization
 from training_probe.sweep.manifests import Model, Settings, SweepManifest
 
 OPTIONS = ["sweep", "--dry-run", "--device", "cpu", "--engine"]
@@ -65,8 +65,8 @@ def test_a_known_model_makes_no_prediction_for_a_script(installed: None) -> None
         run_id="", started_unix_s=0, version="", cells=cells, device_names=["NVIDIA H100"], models=settings.models
     )
     own, built_in = cells
-    assert Surroundings().predict(own, settings) is None and utilization(own, manifest, 1.0) == (None, None)
-    assert Surroundings().predict(built_in, settings) == predict(built_in, TINY.decoder)
+    assert Dependencies().predict(own, settings) is None and utilization(own, manifest, 1.0) == (None, None)
+    assert Dependencies().predict(built_in, settings) == predict(built_in, TINY.decoder)
     assert utilization(built_in, manifest, 1.0)[0]
 
 

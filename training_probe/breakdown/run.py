@@ -26,7 +26,7 @@ from training_probe.launch.runner import Limits, MemoryReturn, StoppedError
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Amount, Outcome, ResultsError
 from training_probe.sweep import run
-from training_probe.sweep.cell import Surroundings, device_memory_bytes
+from training_probe.sweep.cell import Dependencies, device_memory_bytes
 from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.run import Say
 
@@ -66,10 +66,10 @@ def check(cells: Sequence[Cell]) -> None:
 
 
 def breakdown(
-    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
+    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Dependencies | None = None
 ) -> int:
     """Traces the cells into a new directory; the exit code. Raises RunError, RunnerError."""
-    around = around or Surroundings()
+    around = around or Dependencies()
     manifest = run.begin(cells, settings, directory, around)
     cancelled = threading.Event()
     memory = MemoryReturn(around.probe, manifest.gpu_ids)
@@ -103,7 +103,7 @@ def _doubt(each: Breakdown) -> str:
 
 
 def _traced(
-    cell: Cell, manifest: SweepManifest, directory: Path, around: Surroundings, cancelled: threading.Event
+    cell: Cell, manifest: SweepManifest, directory: Path, around: Dependencies, cancelled: threading.Event
 ) -> Breakdown:
     """Raises StoppedError."""
     spec = manifest.model(cell).decoder

@@ -17,7 +17,7 @@ from loadgen.config import ConfigError
 from loadgen.rundir import package_version
 from training_probe.grid import Cell, GridError
 from training_probe.launch.node import Facts
-from training_probe.launch.nodes import Nodes, at_once
+from training_probe.launch.nodes import Nodes, map_concurrently
 from training_probe.launch.runner import StoppedError
 
 WAIT_S = 0.2
@@ -100,7 +100,7 @@ class Cluster:
                 return nodes.look(packages)[0]
 
         try:
-            found = at_once(look, self.machines)
+            found = map_concurrently(look, self.machines)
         except NodeLost as lost:
             raise ClusterError(f"{lost}.") from None
         for machine, facts in zip(self.machines, found, strict=True):

@@ -36,13 +36,13 @@ SIOCGIFADDR = 0x8915
 MOST_BYTES = 64 << 20  # of a file: of a longer one, which is a log, the end is told
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What is there? packages: which of these modules are missing?"""
 
     packages: tuple[str, ...] = ()
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StartRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start processes in the directory `name`, which holds these files. ranks: on this node; port: of the first node, 0
     on the others."""
 
@@ -55,24 +55,24 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     port: int
 
 
-class News(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Poll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What have the processes written since?"""
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StopRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the processes and tell the rest: their log, and whatever else they wrote."""
 
 
-class Settle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AwaitFreeMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Wait until the GPUs' memory has come back."""
 
 
-Order = Look | Begin | News | End | Settle
+Order = Inspect | StartRanks | Poll | StopRanks | AwaitFreeMemory
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To Look. root: where directories of runs are made. port: one that is free. gpu_ids: NVML indices of the GPUs that
-    this process may use. cores: that it may keep busy. lacking: the modules that are missing."""
+    """To Inspect. root: where directories of runs are made. port: one that is free. gpu_ids: NVML indices of the
+    GPUs that this process may use. cores: that it may keep busy. lacking: the modules that are missing."""
 
     version: str
     python: str
@@ -85,7 +85,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     oom_kills: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To all else. grown: what was added to the end of files; files: new ones, whole. code: how the processes ended,
     None while they run. problem: why they cannot be started, a sentence, or what memory is still taken, a clause."""
 
@@ -95,7 +95,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     problem: str | None = None
 
 
-Reply = Facts | Told
+Reply = Facts | Status
 
 
 class Node:
@@ -109,13 +109,13 @@ class Node:
         self._told: dict[str, int] = {}  # by file: bytes of one that grows, the time of change of another, ns
 
     def answer(self, order: Order) -> Reply:
-        if isinstance(order, Look):
-            return self._look(order)
-        if isinstance(order, Begin):
-            return self._begin(order)
-        if isinstance(order, Settle):
-            return self._settle()
-        return self._news() if isinstance(order, News) else self._end()
+        if isinstance(order, Inspect):
+            return self._inspect(order)
+        if isinstance(order, StartRanks):
+            return self._start(order)
+        if isinstance(order, AwaitFreeMemory):
+            return self._await_memory()
+        return self._poll() if isinstance(order, Poll) else self._stop()
 
     def close(self) -> None:
         """Ends what runs."""
@@ -124,7 +124,7 @@ class Node:
         if self._memory is not None:
             self._memory.close()
 
-    def _look(self, order: Look) -> Facts:
+    def _inspect(self, order: Inspect) -> Facts:
         inventory = gpus.read()
         return Facts(
             version=package_version(),
@@ -138,7 +138,7 @@ class Node:
             oom_kills=oom_kills(),
         )
 
-    def _begin(self, order: Begin) -> Told:
+    def _start(self, order: StartRanks) -> Status:
         self._directory, self._told = self.root / order.name, {}
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir()
@@ -156,23 +156,23 @@ class Node:
         try:
             self._running = process.start(start, lambda _: None, threading.Event())
         except LaunchError as error:
-            return Told(problem=str(error))
-        return Told()
+            return Status(problem=str(error))
+        return Status()
 
-    def _news(self) -> Told:
+    def _poll(self) -> Status:
         exit = None if self._running is None else self._running.poll()  # before the files: they are complete then
         grown, files = self._written(over=False)
-        return Told(grown=grown, files=files, code=None if exit is None else exit.code)
+        return Status(grown=grown, files=files, code=None if exit is None else exit.code)
 
-    def _end(self) -> Told:
+    def _stop(self) -> Status:
         if self._running is None:
-            return Told()
+            return Status()
         self._running.stop()
         exit = self._running.poll()
         grown, files = self._written(over=True)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._running = None
-        return Told(grown=grown, files=files, code=None if exit is None else exit.code)
+        return Status(grown=grown, files=files, code=None if exit is None else exit.code)
 
     def _written(self, over: bool) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """What is new in files that grow, and other files that are new. The log is one of those that are told when all
@@ -192,10 +192,10 @@ class Node:
                     self._told[path.name] = changed_ns
         return grown, files
 
-    def _settle(self) -> Told:
+    def _await_memory(self) -> Status:
         if self._memory is None:
             self._memory = MemoryReturn(gpus.Probe, _visible(gpus.read()))
-        return Told(problem=self._memory.wait(threading.Event()))
+        return Status(problem=self._memory.wait(threading.Event()))
 
 
 def _visible(inventory: gpus.Inventory) -> tuple[int, ...]:

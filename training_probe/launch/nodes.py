@@ -16,7 +16,17 @@ from typing import Any, Protocol, TypeVar
 
 from backends.launch import Exit, LaunchError, Running
 from loadgen.cluster.link import NodeLost
-from training_probe.launch.node import Begin, End, Facts, Look, News, Order, Reply, Settle, Told
+from training_probe.launch.node import (
+    AwaitFreeMemory,
+    Facts,
+    Inspect,
+    Order,
+    Poll,
+    Reply,
+    StartRanks,
+    Status,
+    StopRanks,
+)
 from training_probe.launch.runner import GPU_MEMORY_WAIT_S, STOP_S, Job, NodeRank
 from training_probe.protocol import LOG_FILE
 
@@ -71,7 +81,7 @@ class Nodes:
 
     def look(self, packages: tuple[str, ...] = ()) -> list[Facts]:
         """Raises NodeLost."""
-        return [_facts(reply) for reply in self._ask_all(Look(packages=packages), ASK_S)]
+        return [_facts(reply) for reply in self._ask_all(Inspect(packages=packages), ASK_S)]
 
     def start(self, job: Job, cancelled: threading.Event) -> Running:
         """Raises LaunchError and NodeLost."""
@@ -89,7 +99,7 @@ class Nodes:
                     python=known.python, processes=ranks, port=facts[0].port, directory=directory, node=node
                 )
                 gpu_ids = tuple(map(str, known.gpu_ids[:ranks])) if job.gpu_ids else ()
-                begin = Begin(
+                begin = StartRanks(
                     name=job.directory.name, files=files, argv=argv, env=dict(job.env), ranks=ranks, gpu_ids=gpu_ids,
                     port=0 if number else known.port,
                 )  # fmt: skip
@@ -112,7 +122,7 @@ class Nodes:
     def wait(self, cancelled: threading.Event) -> str | None:
         """As MemoryReturn does, on every node."""
         try:
-            replies = self._ask_all(Settle(), ASK_S + GPU_MEMORY_WAIT_S)
+            replies = self._ask_all(AwaitFreeMemory(), ASK_S + GPU_MEMORY_WAIT_S)
         except NodeLost:
             return None  # the run itself will tell
         pairs = zip(self.links, replies, strict=True)
@@ -121,7 +131,7 @@ class Nodes:
 
     def _ask_all(self, order: Order, limit_s: float) -> list[Reply]:
         """Raises NodeLost."""
-        return at_once(lambda link: link.ask(order, limit_s), self.links)
+        return map_concurrently(lambda link: link.ask(order, limit_s), self.links)
 
 
 class _OnNodes:
@@ -142,7 +152,7 @@ class _OnNodes:
             return self._exit
         for number, link in enumerate(self.links):
             if number not in self._codes:
-                self._take(number, _told(link.ask(News(), ASK_S)))
+                self._take(number, _told(link.ask(Poll(), ASK_S)))
         now = time.monotonic()
         if self._failed_at is None and any(self._codes.values()):
             self._failed_at = now
@@ -157,9 +167,9 @@ class _OnNodes:
 
         def end(number: int) -> None:
             with contextlib.suppress(NodeLost):
-                self._take(number, _told(self.links[number].ask(End(), END_S)))
+                self._take(number, _told(self.links[number].ask(StopRanks(), END_S)))
 
-        at_once(end, range(len(self.links)))
+        map_concurrently(end, range(len(self.links)))
         if self._exit.code == 0:
             self._exit = Exit(next((code for code in self._codes.values() if code), 0))
 
@@ -172,7 +182,7 @@ class _OnNodes:
                 tails += text.splitlines()[-lines:]
         return "\n".join(tails)
 
-    def _take(self, number: int, told: Told) -> None:
+    def _take(self, number: int, told: Status) -> None:
         for name, added in told.grown.items():
             with (self._directory / Path(name).name).open("ab") as file:
                 file.write(added)
@@ -188,8 +198,9 @@ def log_name(number: int) -> str:
     return f"{stem}-node{number}.{suffix}" if number else LOG_FILE
 
 
-def at_once(call: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    """What a call returns for each of the items. Raises what one of the calls raises, when all are over."""
+def map_concurrently(call: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    """Calls `call` on every item in parallel; the results in order. Raises the first error once all calls have
+    ended."""
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(call, items))
 
@@ -199,6 +210,6 @@ def _facts(reply: Reply) -> Facts:
     return reply
 
 
-def _told(reply: Reply) -> Told:
-    assert isinstance(reply, Told)
+def _told(reply: Reply) -> Status:
+    assert isinstance(reply, Status)
     return reply

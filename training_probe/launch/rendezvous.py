@@ -36,7 +36,7 @@ from training_probe.grid import Cell, GridError
 from training_probe.launch import node
 from training_probe.launch.channel import HANDSHAKE_S, TOKEN, Channel, ChannelError, take_token
 from training_probe.launch.cluster import Placed, RunCell, check_able, gpus_of
-from training_probe.launch.node import Begin, Facts, Look, Node, Order, Reply, Told
+from training_probe.launch.node import Facts, Inspect, Node, Order, Reply, StartRanks, Status
 from training_probe.launch.nodes import Nodes
 from training_probe.launch.runner import INTERPRETED, ONE_QUEUE, PROCESSES_A_CORE, NodeRank, StoppedError, torchrun
 
@@ -142,7 +142,7 @@ class _Remote:
         except UNDECODABLE:
             raise NodeLost("its answer cannot be read") from None
         names = () if isinstance(reply, Facts) else (*reply.grown, *reply.files)
-        if isinstance(reply, Facts) != isinstance(order, Look) or not all(map(is_plain, names)):
+        if isinstance(reply, Facts) != isinstance(order, Inspect) or not all(map(is_plain, names)):
             raise NodeLost("its answer is none to what it was asked")
         return reply
 
@@ -351,13 +351,13 @@ def obey(channel: Channel, here: Node, meeting: Meeting) -> str | None:
             return order.refused
         if isinstance(order, Welcome):
             continue
-        if isinstance(order, Begin) and not is_ours(order, here, meeting):
-            channel.send(_encode(Told(problem="it starts nothing but the workers of training_probe")))
+        if isinstance(order, StartRanks) and not is_ours(order, here, meeting):
+            channel.send(_encode(Status(problem="it starts nothing but the workers of training_probe")))
         else:
             channel.send(_encode(here.answer(order)))
 
 
-def is_ours(order: Begin, here: Node, meeting: Meeting) -> bool:
+def is_ours(order: StartRanks, here: Node, meeting: Meeting) -> bool:
     """Whether an order starts what this node would start by itself: a worker of this package under torchrun, in a
     directory of its own, as this node of so many."""
     if not all(map(is_plain, (order.name, *order.files))) or not VARIABLES.issuperset(order.env):

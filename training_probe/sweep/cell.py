@@ -1,7 +1,7 @@
 """One cell: what is known of it before it runs, the search of its micro batch where it has none, its independent runs,
 its result.
 
-What a sweep needs of others, processes, GPUs, predictions, is a Surroundings, so that each can be another in a test.
+Processes, GPUs and predictions are given to a sweep as its Dependencies, so that each can be another in a test.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Predicted(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a sweep needs of others: how processes are started, which GPUs there are, what will fit. node_bytes: memory
+class Dependencies:
+    """What is given to a sweep: how processes are started, which GPUs there are, what will fit. node_bytes: memory
     of this machine, for what is offloaded. place: where the processes of a cell run; cluster: whose nodes it gets;
     None: cells run here, one after another."""
 
@@ -171,7 +171,7 @@ class Context:
 
     directory: Path
     manifest: SweepManifest
-    around: Surroundings
+    around: Dependencies
     progress: CellProgress
     memory: Memory
     cancelled: threading.Event

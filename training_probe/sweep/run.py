@@ -49,9 +49,9 @@ from training_probe.sweep import manifests
 from training_probe.sweep.cell import (
     CellRun,
     Context,
+    Dependencies,
     Memory,
     Predicted,
-    Surroundings,
     device_memory_bytes,
     sized,
     unpredicted,
@@ -66,16 +66,16 @@ Say = Callable[[str], None]
 
 
 def sweep(
-    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Surroundings | None = None
+    cells: Sequence[Cell], settings: Settings, directory: Path, say: Say, around: Dependencies | None = None
 ) -> int:
     """Measures the cells into a new directory; the exit code. Raises RunError, RunnerError."""
-    around = around or Surroundings()
+    around = around or Dependencies()
     manifest = begin(cells, settings, directory, around)
     with rundir.alone(directory):
         return _measure(directory, manifest, [], say, around)
 
 
-def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Surroundings) -> SweepManifest:
+def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies) -> SweepManifest:
     """Makes the directory, with the manifest in it. Raises RunError."""
     cells = manifests.one_name_each(cells)
     rundir.create(directory)
@@ -98,7 +98,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Su
     return manifest
 
 
-def _devices(settings: Settings, around: Surroundings, inventory: Inventory) -> Sequence[Gpu | None]:
+def _devices(settings: Settings, around: Dependencies, inventory: Inventory) -> Sequence[Gpu | None]:
     """Those that the sweep is on; None where nothing is known of one."""
     if around.cluster is not None:
         return around.cluster.devices()
@@ -110,7 +110,7 @@ def _names(devices: Sequence[Gpu | None]) -> list[str]:
     return [device.name if device else UNKNOWN for device in devices]
 
 
-def resume(directory: Path, say: Say, around: Surroundings | None = None, on: str | None = None) -> int:
+def resume(directory: Path, say: Say, around: Dependencies | None = None, on: str | None = None) -> int:
     """Goes on with a sweep, as its manifest has it. on: the cluster as it is typed, which must be the sweep's. Raises
     RunError, ResultsError, RunnerError."""
     manifest = manifests.read(directory)
@@ -128,14 +128,14 @@ def resume(directory: Path, say: Say, around: Surroundings | None = None, on: st
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
         results.mend(directory)
         say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
-        with _again(manifest, around or Surroundings()) as there:
+        with _again(manifest, around or Dependencies()) as there:
             if len(done) < len(manifest.cells):
                 _check_place(manifest, there, say)
             return _measure(directory, manifest, done, say, there)
 
 
 @contextlib.contextmanager
-def _again(manifest: SweepManifest, around: Surroundings) -> Iterator[Surroundings]:
+def _again(manifest: SweepManifest, around: Dependencies) -> Iterator[Dependencies]:
     """With the cluster that the sweep was on. Raises ConfigError, ClusterError and RunError."""
     if around.cluster is None and manifest.on is None:
         check_nodes(manifest, 1)
@@ -147,7 +147,7 @@ def _again(manifest: SweepManifest, around: Surroundings) -> Iterator[Surroundin
         yield replace(around, cluster=cluster)
 
 
-def _check_place(manifest: SweepManifest, around: Surroundings, say: Say) -> None:
+def _check_place(manifest: SweepManifest, around: Dependencies, say: Say) -> None:
     """That it goes on on GPUs of the same kinds; says so where the machine is another. Raises RunError."""
     here = _names(_devices(manifest, around, around.inventory()))
     kinds = [set(names) - {UNKNOWN} for names in (manifest.device_names, here)]
@@ -175,7 +175,7 @@ def check_nodes(manifest: SweepManifest, nodes: int) -> None:
 
 
 def _measure(
-    directory: Path, manifest: SweepManifest, done: Sequence[CellResult], say: Say, around: Surroundings
+    directory: Path, manifest: SweepManifest, done: Sequence[CellResult], say: Say, around: Dependencies
 ) -> int:
     """Measures the cells that have no result yet."""
     finished = {result.cell for result in done}
@@ -211,7 +211,7 @@ class _Measuring:
     """The cells of a sweep, as they are measured; on a cluster several at a time."""
 
     def __init__(
-        self, directory: Path, manifest: SweepManifest, around: Surroundings, progress: Progress, cells: Sequence[Cell]
+        self, directory: Path, manifest: SweepManifest, around: Dependencies, progress: Progress, cells: Sequence[Cell]
     ) -> None:
         self.cancelled = threading.Event()
         self._directory, self._manifest, self._around, self._progress = directory, manifest, around, progress
@@ -241,7 +241,7 @@ class _Measuring:
         self._cell(cell, manifest, replace(self._around, place=placed.nodes), placed.nodes, placed.nodes.hosts)
 
     def _cell(
-        self, cell: Cell, manifest: SweepManifest, around: Surroundings, memory: Memory, nodes: Sequence[str] = ()
+        self, cell: Cell, manifest: SweepManifest, around: Dependencies, memory: Memory, nodes: Sequence[str] = ()
     ) -> None:
         """Raises StoppedError."""
         why = self._refusal(cell, manifest)
@@ -281,14 +281,14 @@ def dry_run(
     cells: Sequence[Cell],
     settings: Settings,
     directory: Path,
-    around: Surroundings | None = None,
+    around: Dependencies | None = None,
     rendezvous: tuple[str, int] | None = None,
 ) -> str:
     """A script, for this machine or another one, that does the first run of each cell; beside it as comments
     DeepSpeed's configuration and the predicted memory, or why a cell would not be run. rendezvous: where the nodes of
     several meet; the script is the same for each, and has its rank from a variable. Nothing is started, nothing
     written."""
-    around, node, port = around or Surroundings(), ALONE, DRY_RUN_PORT
+    around, node, port = around or Dependencies(), ALONE, DRY_RUN_PORT
     lines = []
     if rendezvous is not None:
         nodes = settings.nodes_per_cell
@@ -300,7 +300,7 @@ def dry_run(
 
 
 def _dry_lines(
-    cell: Cell, settings: Settings, directory: Path, around: Surroundings, at: tuple[NodeRank, int]
+    cell: Cell, settings: Settings, directory: Path, around: Dependencies, at: tuple[NodeRank, int]
 ) -> Iterator[str]:
     yield f"# {cell.name}"
     model = settings.model(cell)

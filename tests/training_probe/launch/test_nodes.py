@@ -21,7 +21,7 @@ from tests.training_probe.stand_in import GIB
 from training_probe.grid import Cell
 from training_probe.launch import cluster, nodes
 from training_probe.launch.cluster import Cluster, Placed, choose
-from training_probe.launch.node import Look, Order, Reply
+from training_probe.launch.node import Inspect, Order, Reply
 from training_probe.launch.nodes import Nodes
 from training_probe.launch.runner import Launching, Limits, NodeRank, StoppedError, TrialOutcome, run_trial, torchrun
 from training_probe.protocol import Trial
@@ -161,7 +161,7 @@ def test_a_stop_ends_all(tmp_path: Path, two: list[Pipe]) -> None:
 def test_what_is_missing_is_told(two: list[Pipe]) -> None:
     for facts in Nodes(two).look(("json", "no_such_module", "no.such.package")):
         assert facts.lacking == ("no_such_module", "no.such.package")
-    assert isinstance(two[0].ask(Look(), LONG_S), msgspec.Struct)
+    assert isinstance(two[0].ask(Inspect(), LONG_S), msgspec.Struct)
 
 
 def test_torchrun_meets_at_the_first_node() -> None:

@@ -27,12 +27,12 @@ from training_probe import results
 from training_probe.grid import Cell, GridError
 from training_probe.launch import node, rendezvous
 from training_probe.launch.channel import Channel, ChannelError
-from training_probe.launch.node import Begin, Facts, Look, News, Node, Order, Reply, Told
+from training_probe.launch.node import Facts, Inspect, Node, Order, Poll, Reply, StartRanks, Status
 from training_probe.launch.nodes import Nodes
 from training_probe.launch.rendezvous import Fleet, Hello, Meeting, Over, follow, gathered, is_ours, is_plain
 from training_probe.launch.runner import NodeRank, worker_command
 from training_probe.sweep import run as sweeps
-from training_probe.sweep.cell import Surroundings
+from training_probe.sweep.cell import Dependencies
 from training_probe.sweep.manifests import Settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes are Linux machines")
@@ -213,9 +213,9 @@ class Pair:
 @pytest.mark.parametrize(
     "answer",
     [
-        Told(files={"../trial.json": b""}),
-        Told(grown={"..": b""}),
-        Told(files={"/etc/passwd": b""}),
+        Status(files={"../trial.json": b""}),
+        Status(grown={"..": b""}),
+        Status(files={"/etc/passwd": b""}),
         Facts(version="1", python="", root="", port=1, inventory=Inventory()),
         Over(),
         {"a": 1},
@@ -223,14 +223,14 @@ class Pair:
 )
 def test_an_answer_that_is_none_is_a_lost_node(pool: ThreadPoolExecutor, answer: object) -> None:
     with pytest.raises(NodeLost, match="its answer"):
-        Pair(pool).ask(News(), msgspec.msgpack.encode(answer))
+        Pair(pool).ask(Poll(), msgspec.msgpack.encode(answer))
 
 
 def test_told_bytes_are_the_same_here(pool: ThreadPoolExecutor) -> None:
-    told = Told(grown={"steps.jsonl": bytes(range(256))}, code=3)
-    assert Pair(pool).ask(News(), msgspec.msgpack.encode(told)) == told
+    told = Status(grown={"steps.jsonl": bytes(range(256))}, code=3)
+    assert Pair(pool).ask(Poll(), msgspec.msgpack.encode(told)) == told
     with pytest.raises(NodeLost, match="its answer is none to what it was asked"):
-        Pair(pool).ask(Look(), msgspec.msgpack.encode(told))
+        Pair(pool).ask(Inspect(), msgspec.msgpack.encode(told))
 
 
 @settings(max_examples=40, deadline=None)
@@ -238,10 +238,10 @@ def test_told_bytes_are_the_same_here(pool: ThreadPoolExecutor) -> None:
 def test_any_answer_is_an_answer_or_a_lost_node(data: bytes) -> None:
     with ThreadPoolExecutor(2) as pool:
         try:
-            reply = Pair(pool).ask(News(), data)
+            reply = Pair(pool).ask(Poll(), data)
         except NodeLost:
             return
-        assert isinstance(reply, Told) and all(map(is_plain, (*reply.grown, *reply.files)))
+        assert isinstance(reply, Status) and all(map(is_plain, (*reply.grown, *reply.files)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -261,12 +261,12 @@ def test_orders_that_are_none_end_a_follower(data: bytes) -> None:
 def test_a_follower_starts_its_own_workers_and_nothing_else(tmp_path: Path) -> None:
     here, at = Node("127.0.0.1", tmp_path), replace(meeting(), rank=1)
 
-    def order(python: str = sys.executable, rank: int = 1, master: str = "10.0.0.1", **more: Any) -> Begin:
+    def order(python: str = sys.executable, rank: int = 1, master: str = "10.0.0.1", **more: Any) -> StartRanks:
         argv = worker_command(
             python=python, processes=2, port=7, directory=tmp_path / more.get("name", "run-1"),
             node=NodeRank(rank=rank, nodes=2, master=master),
         )  # fmt: skip
-        return Begin(**{
+        return StartRanks(**{
             "name": "run-1", "files": {"trial.json": b""}, "argv": argv, "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
             "ranks": 2, "gpu_ids": (), "port": 0, **more,
         })  # fmt: skip
@@ -289,9 +289,9 @@ def test_what_is_refused_starts_nothing(pool: ThreadPoolExecutor) -> None:
     at = meeting()
     following = followers(pool, at)
     with gathered(at, lambda _: None) as fleet:
-        begin = Begin(name="run-1", files={}, argv=("touch", "x"), env={}, ranks=1, gpu_ids=(), port=0)
+        begin = StartRanks(name="run-1", files={}, argv=("touch", "x"), env={}, ranks=1, gpu_ids=(), port=0)
         told = fleet.nodes.links[1].ask(begin, LONG_S)
-        assert isinstance(told, Told) and told.problem is not None and "nothing but the workers" in told.problem
+        assert isinstance(told, Status) and told.problem is not None and "nothing but the workers" in told.problem
     assert following[0].result(LONG_S) == 0
 
 
@@ -343,7 +343,7 @@ def starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 def swept(at: Meeting, directory: Path, *names: str, says: Callable[[str], None] = lambda _: None) -> int:
     """A sweep on nodes that meet, or the rest of one."""
     with gathered(at, says) as fleet:
-        around = Surroundings(command=stand_in.command, cluster=fleet, inventory=Inventory, node_bytes=lambda: None)
+        around = Dependencies(command=stand_in.command, cluster=fleet, inventory=Inventory, node_bytes=lambda: None)
         if directory.exists():
             return sweeps.resume(directory, says, around)
         how = Settings(warmup_steps=2, steps=5, runs=1, nodes_per_cell=at.nodes)

@@ -37,7 +37,7 @@ from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
 from training_probe.sweep import manifests, progress
-from training_probe.sweep.cell import APART, Surroundings, floor_power_of_two, largest, next_smaller
+from training_probe.sweep.cell import APART, Dependencies, floor_power_of_two, largest, next_smaller
 from training_probe.sweep.manifests import Settings
 from training_probe.sweep.progress import Progress
 from training_probe.sweep.run import begin, dry_run, resume, sweep
@@ -89,10 +89,10 @@ class GibASequence:
         return min(at_most, device_memory_bytes // GIB)
 
 
-AROUND = Surroundings(command=stand_in.command, inventory=gpus.Inventory, predictor=GibASequence())
+AROUND = Dependencies(command=stand_in.command, inventory=gpus.Inventory, predictor=GibASequence())
 
 
-def with_gpus(*memory_gib: int, card: str = CARD) -> Surroundings:
+def with_gpus(*memory_gib: int, card: str = CARD) -> Dependencies:
     here = tuple(
         gpus.Gpu(index=index, name=card, uuid=f"GPU-{index}", memory_bytes=gib * GIB, used_bytes=0)
         for index, gib in enumerate(memory_gib)
@@ -103,7 +103,7 @@ def with_gpus(*memory_gib: int, card: str = CARD) -> Surroundings:
     )
 
 
-def swept(tmp_path: Path, cells: Sequence[Cell], around: Surroundings = AROUND, **fields: Any) -> list[CellResult]:
+def swept(tmp_path: Path, cells: Sequence[Cell], around: Dependencies = AROUND, **fields: Any) -> list[CellResult]:
     directory = tmp_path / "sweep"
     assert sweep(cells, settings(**fields), directory, lambda _: None, around) == 0
     return results.read(directory)
