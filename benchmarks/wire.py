@@ -1,6 +1,7 @@
 """What proxies between do to times: the embedded server behind each of them, with its defaults and mended.
 
-    apt-get install haproxy lighttpd nginx-light        # Debian; a part that is not installed is left out, and named
+    benchmarks/proxies.sh                               # Debian: unpacks HAProxy and lighttpd, installs nothing
+    apt-get install nginx-light                         # a part that is not there is left out, and named
     python benchmarks/wire.py                           # prints the table of docs/reliability.md
     python benchmarks/wire.py haproxy nginx             # of these parts alone
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TTFT_MS, ITL_MS, TOKENS, REQUESTS = 10, 4, 32, 60
+UNPACKED = Path(__file__).resolve().parent.parent / "build/proxies"
 LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
 
 HAPROXY = """\
@@ -107,6 +109,12 @@ def process(*words: str, port: int) -> Iterator[None]:
         started.wait()
 
 
+def program_of(part: Part) -> str | None:
+    """Where its program is; None where it is not installed."""
+    places = (UNPACKED / "usr/sbin" / part.program, Path("/usr/sbin") / part.program)
+    return shutil.which(part.program) or next((str(place) for place in places if place.exists()), None)
+
+
 @contextlib.contextmanager
 def served(part: Part, directory: Path) -> Iterator[int]:
     """The port at which the server answers, through the part."""
@@ -119,8 +127,9 @@ def served(part: Part, directory: Path) -> Iterator[int]:
             return
         file = directory / "config"
         file.write_text(part.config.format(port=port, server=server, directory=directory, more=part.more))
-        program = shutil.which(part.program) or f"/usr/sbin/{part.program}"
-        with process(program, *part.arguments, str(file), port=port):
+        program, modules = program_of(part) or part.program, UNPACKED / "usr/lib" / part.program
+        more = ("-m", str(modules)) if program.startswith(str(UNPACKED)) and modules.is_dir() else ()
+        with process(program, *more, *part.arguments, str(file), port=port):
             yield port
 
 
@@ -156,7 +165,7 @@ def main() -> None:
     for part in PARTS:
         if chosen and part.program not in chosen:
             continue
-        if part.program and not (shutil.which(part.program) or Path(f"/usr/sbin/{part.program}").exists()):
+        if part.program and program_of(part) is None:
             print(f"{part.name} is left out: {part.program} is not installed.", file=sys.stderr)
             continue
         print(row(part), flush=True)
