@@ -218,8 +218,9 @@ class Mount:
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """One server to be started, in full. `port` is the server's own; a container's is published on 127.0.0.1 at
-    `host_port` (None: any free one). `gpu_ids`: NVML indices as strings; empty: none. `secrets`: names of variables of
-    our environment whose values the server gets, never written or logged. `log`: where its output is to be kept.
+    `host_port` (None: any free one). `gpu_ids`: NVML indices as strings; empty: none; None: not known. `secrets`:
+    names of variables of our environment whose values the server gets, never written or logged. `log`: where its output
+    is to be kept.
     `stop_s`: how long it may take to end when it is asked to, before it is killed; None: as long as servers may. A
     container has its own."""
 
@@ -231,7 +232,7 @@ class Start:
     log: Path
     image: str | None = None
     host_port: int | None = None
-    gpu_ids: tuple[str, ...] = ()
+    gpu_ids: tuple[str, ...] | None = ()
     mounts: tuple[Mount, ...] = ()
     secrets: tuple[str, ...] = ()
     stop_s: float | None = None

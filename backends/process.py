@@ -102,8 +102,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
 
 def _added(start: Start) -> dict[str, str]:
     """What the server's environment has besides ours."""
-    env = dict(start.env)
-    return env | visible(start.gpu_ids)
+    return dict(start.env) | ({} if start.gpu_ids is None else visible(start.gpu_ids))
 
 
 def visible(gpu_ids: Sequence[str]) -> dict[str, str]:

@@ -270,7 +270,9 @@ class OutputOptions:
             "loadgen export does so at any time."
         ),
     ] = None
-    dry_run: Annotated[bool, _output("Print the server's exact command and the first request; start nothing.")] = False
+    dry_run: Annotated[
+        bool, _output("Print the server's exact command and the first request; start and send nothing.")
+    ] = False
 
 
 # Of a server that loadgen starts or models; commands of other packages share them.
@@ -650,7 +652,7 @@ class Config(
                     f"{flag(given[0])} is for a server that loadgen starts; add --launch docker or --launch "
                     f"process{modelled_too}."
                 )
-            if self.dry_run:
+            if self.dry_run and self.url is None:
                 raise ConfigError("--dry-run shows how a server would be started; name a --backend and a --model.")
         if self.tp is not None and self.tp != "all" and not (self.tp.isdecimal() and int(self.tp) >= 1):
             raise ConfigError(f"--tp is '{self.tp}'; it must be all or a number of at least 1.")

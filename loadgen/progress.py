@@ -16,16 +16,15 @@ class ProgressLine:
 
     def __init__(self) -> None:
         self._written_s = time.monotonic()
-        self._last = (0.0, 0)  # s since t = 0, and the events until then
+        self._written = (0.0, 0)  # s since t = 0, and the events until then
 
     def __call__(self, snapshots: list[Snapshot], drawn: bool) -> None:
         """drawn: the live view shows it all."""
         events, elapsed_s = sum(each.events for each in snapshots), max(each.elapsed_s for each in snapshots)
-        rate = (events - self._last[1]) / max(elapsed_s - self._last[0], 1e-3)
-        self._last = (elapsed_s, events)
         if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
-            note(line(snapshots, rate))
-            self._written_s = time.monotonic()
+            since_s, before = self._written
+            note(line(snapshots, (events - before) / max(elapsed_s - since_s, 1e-3)))
+            self._written_s, self._written = time.monotonic(), (elapsed_s, events)
 
 
 def line(snapshots: list[Snapshot], events_per_s: float) -> str:

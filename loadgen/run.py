@@ -24,7 +24,8 @@ import backends
 from backends import exit_codes, gpus
 from backends.exit_codes import FailedError
 from backends.launch import LaunchError
-from backends.protocol import Account, ServerInfo
+from backends.protocol import Account, Backend, HttpRequest, ServerInfo
+from backends.untrusted import masked
 from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
@@ -417,15 +418,17 @@ def stoppable(stop: Stop, when: str = "before the load began") -> Iterator[None]
 
 
 def dry_run(config: Config, directory: Path, run_id: str) -> str:
-    """What a run would start and send first, as text; nothing is started and no file written. Raises as `Run` does."""
+    """What a run would start and send first, as text; nothing is started or sent and no file written. Raises as `Run`
+    does."""
+    if config.url is not None:
+        return _first_request_to(config, run_id)
     from loadgen.server.launch import plan_launch
 
     launch = plan_launch(config, directory, run_id)
     backend = launch.backend
     target = Target(f"http://127.0.0.1:{launch.start.port}")
     plan = plan_run(config, backend, target, ServerInfo(launch.settings.served_name), run_id, launch.model)
-    prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
-    request = plan.job.request(backend, prompt, plan.job.sampling)
+    request = _first_request(plan, backend)
     parts = [launch.text()]
     for path, content in launch.files.items():
         if isinstance(content, bytes):
@@ -433,6 +436,26 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
     headers = "\n".join(f"{name}: {value}" for name, value in request.headers)
     parts += ["", "# the first of its requests", f"{request.method} {request.path}", headers, "", request.body.decode()]
     return "\n".join(parts)
+
+
+def _first_request_to(config: Config, run_id: str) -> str:
+    """The first request to the server at --url as its bytes would be, secrets masked."""
+    from loadgen.client.transport import FastTransport
+
+    backend, target = backends.get(config.kind), target_of(config)
+    plan = plan_run(config, backend, target, ServerInfo(config.model or "THE-MODEL-THAT-IT-LISTS"), run_id)
+    request, request_id = _first_request(plan, backend), f"{run_id}-0"
+    if config.session_header is not None:
+        request = msgspec.structs.replace(request, headers=(*request.headers, (config.session_header, request_id)))
+    transport = FastTransport(target, backend.error_message, plan.job.timeouts)
+    sent = transport.prepare(request, request_id).decode("utf-8", "replace").replace("\r\n", "\n")
+    place = f"{target.host}, port {target.port}{', over TLS' if target.tls else ''}"
+    return masked(f"# the first request, to {place}; nothing was sent\n\n{sent}")
+
+
+def _first_request(plan: Plan, backend: Backend) -> HttpRequest:
+    prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
+    return plan.job.request(backend, prompt, plan.job.sampling)
 
 
 def backend_failed(error: FailedError) -> int:

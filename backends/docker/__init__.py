@@ -354,7 +354,7 @@ def not_started(error: Exception, description: Description) -> LaunchError:
     reason, start = reason_of(error), description.start
     for pattern, sentence in _START_FAILURES:
         if re.search(pattern, reason, re.IGNORECASE):
-            words = {"gpus": ", ".join(start.gpu_ids), "port": start.host_port or start.port}
+            words = {"gpus": ", ".join(start.gpu_ids or ()), "port": start.host_port or start.port}
             return LaunchError(sentence.format(reason=reason, name=description.name, **words) + ".")
     return LaunchError(f"Docker did not start the image {description.image}: {reason}.")
 

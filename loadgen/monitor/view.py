@@ -23,6 +23,7 @@ from loadgen.rundir import Manifest
 from loadgen.terminal import styled
 
 RECENT_S = 10.0
+RATE_FRAMES = 10  # the rate shown is that of the last ones, a second each
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 FORGOTTEN_S = 10.0  # after so long without a picture something else is on the screen: the next one begins below it
 END_TIMEOUT_S = 1.0  # for a terminal that takes nothing
@@ -69,6 +70,7 @@ class Course:
         self._expected, self._manifest = expected, manifest
         self._before = Live(planned=None, in_flight=0)
         self._tokens: deque[float | None] = deque(maxlen=MAX_SPARK)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RATE_FRAMES)  # tokens, in how many seconds
         self._ttft: dict[str, deque[float | None]] = {name: deque(maxlen=MAX_SPARK) for name in QUANTILES}
 
     def frame(
@@ -80,6 +82,7 @@ class Course:
         if passed_s > 0.1:  # the last beat of a run may come just after another
             events = max(0, live.events - self._before.events)
             self._tokens.append(events / passed_s * totals.tokens_per_event)
+            self._recent.append((events * totals.tokens_per_event, passed_s))
             for name, value in ttft_ms.items():
                 self._ttft[name].append(value)
             self._before = live
@@ -100,7 +103,7 @@ class Course:
             done=live.done,
             in_flight=live.in_flight,
             failed=failed,
-            tokens_per_s=self._tokens[-1] or 0.0 if self._tokens else 0.0,
+            tokens_per_s=sum(tokens for tokens, _ in self._recent) / (sum(each for _, each in self._recent) or 1.0),
             tokens_history=tuple(self._tokens),
             ttft_ms=ttft_ms,
             ttft_history={name: tuple(history) for name, history in self._ttft.items()},

@@ -70,9 +70,13 @@ def _measured(one: live.Search, made: Path | None) -> int:
         except Stopped:
             code = exit_codes.STOPPED
         finally:
-            one.stopped()
+            if one.result.probes or made is None:
+                one.stopped()
+            else:
+                (directory / results.FILE).unlink(missing_ok=True)
             rundir.remove_if_empty(directory, made)
-        show(directory, one.result)
+        if one.result.probes or made is None:
+            show(directory, one.result)
     return stop.exit_code or code or exit_codes.OK
 
 

@@ -61,7 +61,7 @@ def compose(config: Config, inventory: gpus.Inventory | None = None) -> str:
         "ulimits": {limit.name: limit.value for limit in docker.ULIMITS},
         "cap_add": list(docker.CAPABILITIES),
         "sysctls": dict(docker.SYSCTLS),
-        "deploy": _reservation(launch.start.gpu_ids, assumed),
+        "deploy": _reservation(launch.start.gpu_ids or (), assumed),
     }  # fmt: skip
     document: dict[str, _Node] = {
         "name": f"llm-dissect-{launch.backend.name}",

@@ -97,6 +97,11 @@ class Launch:
         )
 
 
+def _undecided(config: Config, inventory: gpus.Inventory) -> bool:
+    """Whether the GPUs of a dry run are those of another machine, which are not known."""
+    return config.dry_run and config.where == "process" and config.gpus is None and not inventory.gpus
+
+
 def plan_launch(
     config: Config, directory: Path, run_id: str, inventory: gpus.Inventory | None = None, *, profiled: bool = False
 ) -> Launch:
@@ -143,7 +148,9 @@ def plan_launch(
     local = _local(adapter, model, config, notes)
     draft = _Draft(config, backend, adapter, model, local, common, directory.absolute(), profiled)
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
-    start = dataclasses.replace(start, run_id=run_id, gpu_ids=tuple(str(index) for index in chosen))
+    undecided = _undecided(config, inventory)
+    gpu_ids = None if undecided else tuple(str(index) for index in chosen)
+    start = dataclasses.replace(start, run_id=run_id, gpu_ids=gpu_ids)
     return Launch(
         launcher=docker if config.where == "docker" else process,
         backend=backend,
@@ -153,7 +160,7 @@ def plan_launch(
         start=start,
         files=files,
         inventory=inventory,
-        gpu_indices=chosen,
+        gpu_indices=() if undecided else chosen,
         p2p=p2p,
         notes=tuple(notes),
     )

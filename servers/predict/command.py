@@ -223,7 +223,8 @@ def write(
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
     turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
-    table = record_table(outcomes, shapes, turns)
+    caches = run_manifest.emulation is not None and run_manifest.emulation.prefix_caching
+    table = record_table(outcomes, shapes, turns, caches=caches)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
     _give_back()
     rundir.write_manifest(directory, run_manifest)
@@ -246,8 +247,9 @@ def write(
     return table, [facts]
 
 
-def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> records.Table:
-    """Empties `outcomes`, which take more than twice the memory of the table. Raises RecordsError."""
+def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *, caches: bool = True) -> records.Table:
+    """Empties `outcomes`, which take more than twice the memory of the table. caches: whether the server keeps prompts;
+    one that does not says of each prompt that others begin like that nothing of it was warm. Raises RecordsError."""
     count = len(outcomes)
     index, prompt, output, cached = (
         np.fromiter(map(attrgetter(name), outcomes), np.int64, count)
@@ -280,7 +282,7 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -
         first_tokens=np.where(tokens.counts > 1, 1, -1),
         asked_prompt_tokens=prompt,
         asked_tokens=output,
-        cached_tokens=np.where(came & (cached > 0), cached, -1),
+        cached_tokens=np.where(came & ((cached > 0) | (not caches and any(shared))), cached, -1),
         shared_tokens=np.array(shared, np.int64),
         session=session,
         turn=turn + 1,

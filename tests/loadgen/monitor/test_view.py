@@ -62,15 +62,18 @@ def frame(course: Course, totals: Totals | None = None, **live: object) -> Frame
     return course.frame(Live(**{"planned": None, "in_flight": 0, **live}), totals or Totals(), NONE, None)  # type: ignore[arg-type]
 
 
-def test_rates_are_of_the_tokens_since_the_picture_before(tmp_path: Path) -> None:
+def test_rates_are_of_the_last_ten_seconds_and_their_history_of_each_picture(tmp_path: Path) -> None:
     totals, one = Totals(), course(tmp_path)
     assert frame(one, totals, events=500, elapsed_s=1.0).tokens_per_s == 500
     totals.add(ended(1.5, 100))  # two tokens an event
     shown = frame(one, totals, events=900, elapsed_s=3.0, done=7, in_flight=3, cpu_ratio=0.5, loop_lag_ms=2.0)
-    assert (shown.tokens_per_s, shown.tokens_history) == (400, (500, 400))
+    assert (shown.tokens_per_s, shown.tokens_history) == (1300 / 3, (500, 400))
     assert (shown.sent, shown.done, shown.in_flight, shown.cpu_ratio, shown.loop_lag_ms) == (10, 7, 3, 0.5, 2.0)
     assert (shown.server, shown.load) == ("vllm m", "burst") and shown.emulated
-    assert frame(one, totals, events=901, elapsed_s=3.01).tokens_per_s == 400  # too soon after the one before
+    assert frame(one, totals, events=901, elapsed_s=3.01).tokens_per_s == 1300 / 3  # too soon after the one before
+    for second in range(4, 14):
+        latest = frame(one, totals, events=901 + 50 * (second - 3), elapsed_s=float(second))
+    assert latest.tokens_per_s == pytest.approx(100, rel=0.01)
 
 
 def test_a_burst_is_as_far_as_its_requests_are(tmp_path: Path) -> None:
