@@ -1,7 +1,7 @@
 """What a person at a terminal has at the end: one screen, the verdict first. Everything else is in the files.
 
-No line is wider than the terminal. Where findings are too many or too long for the screen, each is cut to one line for
-what is wrong and one for what to do, the worst first, and a line says how many there are besides. Text that came from
+No line is wider than the terminal. The worst finding is whole, the others while the screen has room, and the rest are
+named. Text that came from
 a server is escaped, and never read as markup.
 """
 
@@ -73,7 +73,7 @@ def of_table(head: Sequence[Text], rows: Sequence[Sequence[str]], remarks: Seque
     """A screen around a table, whose first row is its heading. Columns that do not fit are left out, the last but one
     first; of rows that do not fit the last are kept."""
     lines = table(rows, columns)
-    below = [line for remark in remarks[:3] for line in wrapped(Text(escaped(remark)), columns, most=2)]
+    below = [line for remark in remarks[:3] for line in wrapped(Text(escaped(remark)), columns, most=4)]
     room = SCREEN_LINES - FILES_LINES - len(head) - len(below) - 3  # the heading and two empty lines
     left = len(rows) - 1 - room
     shown = (
@@ -145,20 +145,23 @@ def _verdict(verdict: Verdict, columns: int) -> list[Text]:
 
 
 def _findings(findings: Sequence[Finding], columns: int, room: int) -> list[Text]:
-    whole = [line for finding in findings for line in _finding(finding, columns)]
-    if len(whole) <= room:
-        return whole
-    shown = max(1, (room - 1) // 2) if 2 * len(findings) > room else len(findings)
-    lines = [line for finding in findings[:shown] for line in _finding(finding, columns, most=1)]
-    left = len(findings) - shown
-    return [*lines, Text(f"  and {left} more, in report.md", style="dim")] if left else lines
+    """The worst whole, the others while there is room; the rest by their names."""
+    lines: list[Text] = []
+    for shown, finding in enumerate(findings):
+        more = list(_finding(finding, columns))
+        if lines and len(lines) + len(more) > room - 1:
+            codes = ", ".join(each.code for each in findings[shown:])
+            left = Text(f"and {len(findings) - shown} more, in report.md: {codes}", style="dim")
+            return [*lines, *(Text("  ").append_text(line) for line in wrapped(left, columns - 2, most=2))]
+        lines += more
+    return lines
 
 
-def _finding(finding: Finding, columns: int, most: int | None = None) -> Iterator[Text]:
+def _finding(finding: Finding, columns: int) -> Iterator[Text]:
     style = STYLES[finding.severity]
     what = Text.assemble((f"{finding.severity} {finding.code}", style), f": {escaped(finding.message)}")
     for text, indent in ((what, 2), (Text(escaped(finding.advice)), 4)):
-        for line in wrapped(text, columns - indent, most):
+        for line in wrapped(text, columns - indent):
             yield Text(" " * indent).append_text(line)
 
 

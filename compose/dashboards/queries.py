@@ -52,8 +52,8 @@ def whole(name: str, q: float) -> str:
     return f"histogram_quantile({q}, {last(name + '_bucket', 'le, run_id')})"
 
 
-def live() -> list[Panel]:
-    """State, alerts, and how old they are."""
+def live(width: int = 4) -> list[Panel]:
+    """State, alerts, and how old they are. width: of each panel."""
     firing = Query('ALERTS{alertstate="firing", run_id=~"$run_id|"}', "{{alertname}} {{run_id}}")
     age = Query(f"time() - {gauge('bench_run_updated_timestamp_seconds')}", "{{run_id}}")
     return [
@@ -62,8 +62,17 @@ def live() -> list[Panel]:
             COUNT,
             Query(f"bench_run_state{{{RUN}}}", "{{state}} {{run_id}}"),
             "Stale: the snapshot is old and the run never said that it ended.",
+            width,
             name=True,
         ),
-        number("Alerts", COUNT, firing, "Alerts that fire, of these runs and of the exporter.", name=True, none="none"),
-        number("Snapshot's age", SECONDS, age, "How old what you see is. Grows when the run is over."),
+        number(
+            "Alerts",
+            COUNT,
+            firing,
+            "Alerts that fire, of these runs and of the exporter.",
+            width,
+            name=True,
+            none="none",
+        ),
+        number("Snapshot's age", SECONDS, age, "How old what you see is. Grows when the run is over.", width),
     ]

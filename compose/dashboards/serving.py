@@ -10,17 +10,24 @@ RUN = f"{{{q.RUN}}}"
 REQUESTS = f"sum by (run_id) (bench_requests_total{RUN})"
 FAILED = f"sum by (run_id) (bench_requests_total{{{q.FAILED}}})"
 
+NARROW = 3  # of 24 columns: eight panels fit in the first row
+
 NOW = [
-    *q.live(),
-    p.number("Requests that ended", p.COUNT, q.by_run(REQUESTS)),
+    p.number(
+        "Output tokens/s", p.PER_SECOND, q.by_run(q.rate("bench_events_received_total")),
+        "As they come, an event taken for one.", NARROW,
+    ),
+    p.number("ttft p99", p.SECONDS, Query(q.quantile(q.TTFT, 0.99), "{{run_id}}"), "Of the last seconds.", NARROW),
+    p.number("Requests that ended", p.COUNT, q.by_run(REQUESTS), width=NARROW),
     p.number(
         "Of those planned", p.RATIO, q.by_run(f"{REQUESTS} / {q.gauge('bench_requests_planned')}"),
-        "Runs that last a given time plan no number.",
+        "Runs that last a given time plan no number.", NARROW,
     ),
     p.number(
         "Failed", p.RATIO, q.by_run(f"{FAILED} / ({REQUESTS} > 0)"),
-        "Of the requests that ended; those that the client cancelled itself do not count as failed.",
+        "Of the requests that ended; those that the client cancelled itself do not count as failed.", NARROW,
     ),
+    *q.live(NARROW),
 ]  # fmt: skip
 
 LOAD = [

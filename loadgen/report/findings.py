@@ -827,6 +827,6 @@ def _samples(numbers: Numbers) -> Iterator[Finding]:
         yield Finding(
             code="FEW_SAMPLES",
             severity="info" if list(short) in ([], ["p99_9"]) else "warning",
-            message=" ".join(said),
-            advice=". ".join(advice) + ".",
+            message=" ".join(said).replace("p99_9", "p99.9"),
+            advice=". ".join(advice).replace("p99_9", "p99.9") + ".",
         )

@@ -79,7 +79,7 @@ def _held_out(report: Report) -> Sequence[HeldOut]:
     return () if emulation is None or emulation.speed != 1 else emulation.held_out
 
 
-_SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")
+_SHOWN = {name: name.replace("_", ".") for name in ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")}
 
 
 def _cells(summary: Summary) -> list[str]:
@@ -440,7 +440,7 @@ def render(report: Report) -> str:
     lines.append("")
     off = off_by_metric(report)
     rows = [(name, _cells(summary)) for name, summary in latencies(report)]
-    table = aligned([("latency, ms", list(_SHOWN)), *rows], 9)
+    table = aligned([("latency, ms", list(_SHOWN.values())), *rows], 9)
     shown = ["held out, off by", *(off.get(name, "-") for name, _ in rows)]
     lines += [f"{line}  {error}" if off else line for line, error in zip(table, shown, strict=True)]
     for what, columns, parts in _parts(report):
@@ -535,7 +535,11 @@ def _prompt_table(report: Report) -> Iterator[str]:
     """ttft by quartile of prompt length; nothing where prompts have about one length."""
     if not report.ttft_by_prompt:
         return
-    yield from ("", "| ttft, ms, by prompt tokens | " + " | ".join(_SHOWN) + " |", "|---" * (len(_SHOWN) + 1) + "|")
+    yield from (
+        "",
+        "| ttft, ms, by prompt tokens | " + " | ".join(_SHOWN.values()) + " |",
+        "|---" * (len(_SHOWN) + 1) + "|",
+    )
     for quarter in report.ttft_by_prompt:
         tokens = f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}"
         yield f"| {tokens} | {' | '.join(_cells(quarter.ttft_ms))} |"
@@ -554,7 +558,7 @@ def markdown(report: Report) -> str:
         lines += [f"- {markdown_text(launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
     lines += ["", "![Latency CDF](cdf.svg)", "", "![The run over time](timeline.png)", ""]
     off = off_by_metric(report)
-    shown = [*_SHOWN, "held out, off by"] if off else _SHOWN
+    shown = [*_SHOWN.values(), *(["held out, off by"] if off else [])]
     lines.append("| latency, ms | " + " | ".join(shown) + " |")
     lines.append("|---" * (len(shown) + 1) + "|")
     for name, summary in latencies(report):

@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,9 +97,10 @@ class Launch:
         )
 
 
-def _undecided(config: Config, inventory: gpus.Inventory) -> bool:
-    """Whether the GPUs of a dry run are those of another machine, which are not known."""
-    return config.dry_run and config.where == "process" and config.gpus is None and not inventory.gpus
+def _gpu_ids(config: Config, inventory: gpus.Inventory, chosen: Sequence[int]) -> tuple[str, ...] | None:
+    """None where the GPUs of a dry run are those of another machine, which are not known."""
+    unknown = config.dry_run and config.where == "process" and config.gpus is None and not inventory.gpus
+    return None if unknown else tuple(map(str, chosen))
 
 
 def plan_launch(
@@ -148,9 +149,7 @@ def plan_launch(
     local = _local(adapter, model, config, notes)
     draft = _Draft(config, backend, adapter, model, local, common, directory.absolute(), profiled)
     settings, start, files = draft.in_docker() if config.where == "docker" else draft.as_process()
-    undecided = _undecided(config, inventory)
-    gpu_ids = None if undecided else tuple(str(index) for index in chosen)
-    start = dataclasses.replace(start, run_id=run_id, gpu_ids=gpu_ids)
+    start = dataclasses.replace(start, run_id=run_id, gpu_ids=_gpu_ids(config, inventory, chosen))
     return Launch(
         launcher=docker if config.where == "docker" else process,
         backend=backend,
@@ -160,7 +159,7 @@ def plan_launch(
         start=start,
         files=files,
         inventory=inventory,
-        gpu_indices=() if undecided else chosen,
+        gpu_indices=() if start.gpu_ids is None else chosen,
         p2p=p2p,
         notes=tuple(notes),
     )

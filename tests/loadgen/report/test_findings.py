@@ -94,8 +94,8 @@ def test_few_samples() -> None:
     assert severities(small(368)) == {"FEW_SAMPLES": "info"}
     assert severities(small(367)) == {"FEW_SAMPLES": "warning"}
     listed = build.build(manifest(), small(40), [facts()]).verdict.findings
-    assert "too few for p95, p99, p99_9" in listed[0].message
-    assert "72 requests for p95, 368 requests for p99, 3688 requests for p99_9" in listed[0].advice
+    assert "too few for p95, p99, p99.9" in listed[0].message
+    assert "72 requests for p95, 368 requests for p99, 3688 requests for p99.9" in listed[0].advice
 
 
 def lagging(lag_ms: float, share: float = 0.05) -> Table:
