@@ -17,7 +17,8 @@ from loadgen.client.exchange import Exchange
 from loadgen.load.prompts import ODD_RATIO, ODD_TOKENS, Text
 from loadgen.load.request_body import advised, refused
 from loadgen.plan import Plan
-from loadgen.server.embedded import EMULATED_MARK
+from loadgen.rundir.emulation import TIMETABLE_PATH, Timetable
+from loadgen.server.embedded import EMULATED_BODY, EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
 
 
@@ -53,7 +54,7 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
             well = well and status <= 501 and status != 500
             continue
         try:
-            return Identity(backend.read_info(path, body), emulated)
+            return Identity(backend.read_info(path, body), emulated or EMULATED_BODY in body)
         except ProtocolError as error:
             other = other or isinstance(error, OtherServer)
             reasons.append(str(error))
@@ -82,6 +83,15 @@ def account(backend: Backend, target: Target) -> Account:
                     {**whole.settings, **part.settings},
                 )
     return whole
+
+
+def timetable(target: Target) -> Timetable | None:
+    """What an emulated server says of its times since it was asked last. Never raises."""
+    with contextlib.suppress(TransportError, msgspec.DecodeError):
+        status, _, body = get(target, TIMETABLE_PATH)
+        if status == 200:
+            return msgspec.json.decode(body, type=Timetable)
+    return None
 
 
 async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:

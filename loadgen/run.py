@@ -38,7 +38,7 @@ from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted, worker_count
-from loadgen.probe import ServerError, account, first_request, identify
+from loadgen.probe import ServerError, account, first_request, identify, timetable
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
 from loadgen.rundir.emulation import Emulation
@@ -160,7 +160,12 @@ class Run:
         if self.config.warmup and self.measures_wire and served.fleet is None:
             wire = await measure(plan, self.say)
         manifest = self.write_manifest(plan, served, ceiling, wire)
+        if self.emulated:
+            await asyncio.to_thread(timetable, served.target)  # its counts begin here
         await self._send(plan, served, monitor, watch)
+        if self.emulated and (found := await asyncio.to_thread(timetable, served.target)) is not None:
+            manifest = msgspec.structs.replace(manifest, timetable=found)
+            rundir.write_manifest(self.directory, manifest)
         if served.managed is not None:
             await self._inspect(served.managed, manifest)
 

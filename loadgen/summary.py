@@ -19,7 +19,7 @@ from loadgen.report.finding import Finding
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report, Verdict
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, name_of, number, warning
+from loadgen.report.text import EMULATED, name_of, number, timetable_line, warning
 
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -183,6 +183,8 @@ def _facts(report: Report, columns: int) -> Iterator[Text]:
         facts.append(f"goodput {number(goodput.request_goodput)} requests/s within {limits}")
     for fact in facts:
         yield from wrapped(Text(escaped(fact)), columns, most=2)
+    if truth := timetable_line(report):
+        yield from wrapped(Text(truth), columns)
     for error in report.errors[:1]:
         message = Text(escaped(f"{error.count} x {error.outcome}: {error.message}"))
         yield from wrapped(message, columns, most=1)

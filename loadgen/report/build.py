@@ -104,7 +104,7 @@ def build(
         stalls=silent,
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
-        **{name: getattr(manifest, name) for name in ("emulation", "launch", "cluster")},
+        **{name: getattr(manifest, name) for name in ("emulation", "timetable", "launch", "cluster")},
         server_requests=told,
         stamps=slices.stamps(told, server, summaries),
         **stalls.of_client(measured, facts, rules),

@@ -13,7 +13,7 @@ from loadgen.report.finding import Finding
 from loadgen.report.metrics import Summary
 from loadgen.rundir import Ceiling, WireFacts
 from loadgen.rundir.cluster_facts import ClusterFacts
-from loadgen.rundir.emulation import Emulation
+from loadgen.rundir.emulation import Emulation, Timetable
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.steady.changes import Change
 from loadgen.steady.keeping_up import KeepingUp
@@ -325,6 +325,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     client_stalls: list[ClientStall] = []
     late_statistics: dict[str, list[str]] = {}
     steady: Steady | None = None
+    timetable: Timetable | None = None
     reply_models: dict[str, int] = {}
     stamps: list[Stamp] = []
 

@@ -69,6 +69,18 @@ def warning(report: Report) -> str:
     return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
 
 
+def timetable_line(report: Report) -> str:
+    """What is true on the embedded server's timetable beside what was measured, and what its machine added."""
+    truth, ttft, tpot = report.timetable, report.metrics["ttft_ms"], report.metrics["tpot_ms"]
+    if truth is None or truth.ttft_ms is None or not truth.tokens:
+        return ""
+    return (
+        f"Known truth: ttft {number(truth.ttft_ms)} ms (measured p50 {number(ttft.p50)}), tpot {number(truth.tpot_ms)} "
+        f"ms (measured {number(tpot.p50)}). The embedded server itself sent tokens {number(truth.late_p50_ms)} ms late "
+        f"(p50), {number(truth.late_p99_ms)} ms (p99): what this machine adds."
+    )
+
+
 def known(value: T | UnsetType) -> T | None:
     return None if value is UNSET else value
 
@@ -97,6 +109,7 @@ def summary_lines(report: Report) -> list[str]:
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
         *_load_lines(report),
+        *filter(None, [timetable_line(report)]),
         f"Throughput: {number(throughput.requests_per_s)} requests/s, "
         f"{number(throughput.output_tokens_per_s)} output tokens/s, "
         f"{number(throughput.total_tokens_per_s)} total tokens/s"

@@ -20,7 +20,7 @@ from backends import foreign_files
 from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE, reason, without_secrets
 from loadgen.rundir.cluster_facts import ClusterFacts
-from loadgen.rundir.emulation import Emulation
+from loadgen.rundir.emulation import Emulation, Timetable
 from loadgen.rundir.launch_facts import LaunchFacts
 
 MANIFEST_SCHEMA = "loadgen.manifest/1"
@@ -104,6 +104,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     ceiling: Ceiling | None = None
     wire: WireFacts | None = None
     emulation: Emulation | None = None  # what was modelled where no real server ran
+    timetable: Timetable | None = None  # what is true of an emulated server's times
     launch: LaunchFacts | None = None  # the server that was started for the run
     cluster: ClusterFacts | None = None  # the machines that sent it, where they are several
 

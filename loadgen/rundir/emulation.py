@@ -24,6 +24,22 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
 
 
+TIMETABLE_PATH = "/timetable"  # of the embedded server: its Timetable, whose counts begin anew with each request for it
+
+
+class Timetable(msgspec.Struct, frozen=True, kw_only=True):
+    """What is true of an emulated server's times, whatever was measured. ttft_ms, tpot_ms: on its timetable; None where
+    they are modelled. late_*: how long after they were due its tokens were sent, which the machine adds; None without
+    any token."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    tokens: int
+    late_p50_ms: float | None
+    late_p99_ms: float | None
+    late_max_ms: float | None
+
+
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     """A server on modelled GPUs. gpus: how many share the model, as tensor_parallel. profile: what its software's times
     come from; profile_gpus: the GPUs they were measured on; profile_assumed: this GPU is none of those. gpu_source,

@@ -26,6 +26,7 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
 MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
+EMULATED_BODY = b"llm-dissect-emulated"  # in what the server says of itself, which a proxy passes on
 
 # A run for its own sake meets the server's usual times with some spread: a burst of 1000 is 25,000 events a second,
 # which also a slow machine with two cores takes.

@@ -159,7 +159,7 @@ class TGI:
             "max_best_of": MOST_BEST_OF, "max_stop_sequences": MOST_STOPS, "max_input_tokens": limit - 1,
             "max_total_tokens": limit, "validation_workers": 2, "max_client_batch_size": 4,
         }  # fmt: skip
-        router = {"router": "text-generation-router", "version": VERSION, "sha": None, "docker_label": None}
+        router = {"router": "text-generation-router", "version": VERSION, "sha": None, "docker_label": wire.MARK}
         return wire.json_page(200, info | limits | router)
 
     def _generate(self, raw: bytes, streaming: bool | None) -> Wire:

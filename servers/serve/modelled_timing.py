@@ -22,6 +22,8 @@ CROWDED = 64
 class SimulatedTiming:
     """Times given and taken are monotonic nanoseconds; modelled seconds begin at the first request."""
 
+    fixed_ms = None
+
     def __init__(self, emulated: Emulated, speed: float = 1.0) -> None:
         self.facts = emulated.facts
         self._engine = emulated.engine(self._deliver)

@@ -16,16 +16,18 @@ import socket
 from collections import deque
 from time import monotonic_ns
 
+from loadgen.rundir.emulation import TIMETABLE_PATH
 from loadgen.terminal import say
 from servers.schedulers import Rejected
 from servers.serve.between import CLEAN, Between
 from servers.serve.faults import AT_ONCE, NO_FAULTS, Fault, Faults
 from servers.serve.http import Connection, Request
+from servers.serve.lateness import Lateness
 from servers.serve.reply import Reply
 from servers.serve.stamps import Stamps
 from servers.serve.telemetry import Telemetry
 from servers.serve.timing import Timing
-from servers.serve.wire import Dialect, Finish, Page, Refusal
+from servers.serve.wire import Dialect, Finish, Page, Refusal, json_page
 
 BACKLOG = 65535  # the kernel cuts it to net.core.somaxconn
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # need no API key
@@ -61,6 +63,7 @@ class Server:
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
         self._requests = 0
+        self._late = Lateness()
         self._stopping = False
         self._woken_ns = 0
         self._ids = random.Random()
@@ -155,6 +158,8 @@ class Server:
                 return dialect.error(503)
             if path == "/metrics":
                 return Page(200, self.telemetry.render(), content_type=dialect.metrics_content_type)
+            if path == TIMETABLE_PATH:
+                return self._timetable()
             if path in dialect.pages:
                 return dialect.pages[path]()
         known = any(path in each for each in (dialect.generations, dialect.answers, dialect.pages, ("/metrics",)))
@@ -240,12 +245,19 @@ class Server:
         return self._selector.select(0) if ready else []
 
     def _emit_due(self) -> None:
-        pop = self._timing.pop
+        timing, late = self._timing, self._late
         for _ in range(_EMIT_AT_ONCE):
-            reply = pop(monotonic_ns())
+            now_ns = monotonic_ns()
+            reply = timing.pop(now_ns)
             if reply is None:
                 return
             reply.emit()
+            late.count(now_ns - timing.popped_due_ns)
+
+    def _timetable(self) -> Page:
+        """The times that are true, and how late tokens were sent since this was asked last."""
+        late, self._late = self._late, Lateness()
+        return json_page(200, late.timetable(self._timing.fixed_ms))
 
     def _parse_some(self) -> None:
         for _ in range(min(_PARSE_AT_ONCE, len(self.unparsed))):

@@ -43,8 +43,13 @@ INDEX = (1 << INDEX_BITS) - 1
 
 class Timing(Protocol):
     """When the tokens of the server's replies are due. Times are monotonic nanoseconds. `facts` and `scheduler`: of
-    modelled hardware; None where times are fixed."""
+    modelled hardware; None where times are fixed. `fixed_ms`: of the first token and of each further one, else None.
+    `popped_due_ns`: when the token that `pop` gave last was due."""
 
+    popped_due_ns: int
+
+    @property
+    def fixed_ms(self) -> tuple[float, float] | None: ...
     @property
     def facts(self) -> Emulation | None: ...
     @property
@@ -78,8 +83,14 @@ class FixedTiming:
         self._itl_ns = itl_ns
         self._jitter_ratio = jitter_ratio
         self._seed = seed
+        self.popped_due_ns = 0
         self._heap: list[int] = []
         self._pending: dict[int, _Pending] = {}
+
+    @property
+    def fixed_ms(self) -> tuple[float, float]:
+        """What every latency would be without delays."""
+        return self._ttft_ns / 1e6, self._itl_ns / 1e6
 
     def submit(self, reply: TimedReply) -> None:
         """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
@@ -115,6 +126,7 @@ class FixedTiming:
             else:
                 heapq.heappop(heap)
                 del self._pending[key & INDEX]
+            self.popped_due_ns = key >> INDEX_BITS
             return pending.reply
         return None
 

@@ -28,6 +28,7 @@ N_WORDS = len(WORDS)
 FIRST_ID = 1000  # of the tokens' ids, for servers that send them
 OTHER_WORDS = 30_000  # ids for all other words
 UNREFUSED = 1 << 20  # requests at once
+MARK = "llm-dissect-emulated"  # in what a server says of itself: a proxy passes it on, but not always the Server header
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
 
 Segments = tuple[tuple[int, int], ...]
@@ -155,7 +156,7 @@ def error_body(status: int, message: str, kind: str, param: str | None = None) -
 def models_page(settings: Settings, created_s: int, owned_by: str, **more: object) -> Page:
     """As OpenAI's API lists models; the one that is served, with what else a server says of it."""
     model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by}
-    return json_page(200, {"object": "list", "data": [model | more]})
+    return json_page(200, {"object": "list", "data": [model | more], "system_fingerprint": MARK})
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]  # four times the largest vocabulary that there is
