@@ -378,7 +378,7 @@ def compare(
         return exit_codes.OK
     warnings = comparison.warnings(compared)
     print(gate.render(checks, warnings), end="", flush=True)
-    return gate.finish(checks, warnings, "loadgen", junit, summary)
+    return gate.finish(checks, warnings, "loadgen", junit, summary, comparison.conclusion(compared)[0])
 
 
 def list_runs(

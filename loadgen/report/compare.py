@@ -11,6 +11,7 @@ the output says so. Where all runs of both sides have a steady window, their num
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.report import build as reports
 from loadgen.report import findings, metrics, repeats
-from loadgen.report.contrast import CONFIDENCE, Contrast, contrast, of_bounds, of_runs
+from loadgen.report.contrast import CONFIDENCE, SAME, Contrast, contrast, of_bounds, of_runs
 from loadgen.report.limits import Check, Limit, Measure, judge
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
@@ -65,6 +66,11 @@ _OF_SENT = ("ttft", "send_lag")  # metrics that are known before a reply ends
 
 
 # What a limit may be on: all of the latencies but for the client's own lag, and throughput.
+MAIN = (
+    "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99", "requests_per_s",
+    "output_tokens_per_s",
+)  # fmt: skip
+BETTER, WORSE, NO_INTERVAL = "B is better", "B is worse", "no interval"
 LIMITED: dict[str, Measure] = {
     **{
         f"{name.removesuffix('_ms')}_{statistic}": Measure(lower_is_better=True, unit="ms")
@@ -221,6 +227,43 @@ def changes(comparison: Comparison) -> dict[str, Contrast]:
         for statistic, row in rows.items()
     }
     return {**latencies, **comparison.throughput}
+
+
+def conclusion(comparison: Comparison) -> tuple[str, str]:
+    """What a reader wants to know first: what is shown to differ of the main metrics, as a sentence; and which way: as
+    WORSE, BETTER, SAME, NO_INTERVAL or INVALID."""
+    sides = (("A", comparison.a), ("B", comparison.b))
+    if invalid := [letter for letter, side in sides if not all(run.valid for run in side.runs)]:
+        return f"INVALID: a run of {' and '.join(invalid)} cannot be trusted; do not quote these numbers.", "INVALID"
+    found = {name: change for name, change in changes(comparison).items() if name in MAIN}
+    if not any(change.difference_ci for change in found.values()):
+        return "There are too few requests to tell whether A and B differ.", NO_INTERVAL
+    clauses = []
+    for what in (WORSE, BETTER):
+        names = [name for name in MAIN if name in found and direction(name, found[name]) == what]
+        if names:
+            clauses.append(f"{what}: {', '.join(_in_words(name, found[name]) for name in names)}")
+    if not clauses:
+        return "No difference is shown in any of the main metrics.", SAME
+    return f"{'. '.join(clauses)}.", WORSE if clauses[0].startswith(WORSE) else BETTER
+
+
+def direction(name: str, change: Contrast) -> str:
+    """What the difference's interval shows of B: WORSE, BETTER, SAME or NO_INTERVAL."""
+    if change.difference_ci is None:
+        return NO_INTERVAL
+    if change.shows == SAME:
+        return SAME
+    return WORSE if (change.difference_ci[0] > 0) == LIMITED[name].lower_is_better else BETTER
+
+
+def _in_words(name: str, change: Contrast) -> str:
+    """As `tpot p50 +20.1 % (17.0 to 23.2)`."""
+    shown = name.replace("_per_s", "/s").replace("_", " ")
+    if change.ratio is None:
+        return f"{shown} {number(change.difference)}"
+    low, high = (100 * (bound - 1) for bound in change.ratio_ci or (change.ratio, change.ratio))
+    return f"{shown} {100 * (change.ratio - 1):+.1f} %" + (f" ({low:+.1f} to {high:+.1f})" if low < high else "")
 
 
 def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
@@ -431,7 +474,7 @@ def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
 
 def render(comparison: Comparison) -> str:
     """The comparison for a terminal: plain text, nothing in it that a terminal obeys."""
-    lines = []
+    lines = [*textwrap.wrap(conclusion(comparison)[0], 80), ""]
     for letter, side in (("A", comparison.a), ("B", comparison.b)):
         name = f"{len(side.runs)} runs" if len(side.runs) > 1 else side.run_id
         lines.append(

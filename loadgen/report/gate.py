@@ -72,9 +72,11 @@ def junit(checks: Sequence[Check], program: str) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'.encode()
 
 
-def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str) -> str:
-    """A section for a page that may hold others."""
-    lines = [f"## {markdown_text(title)}", "", f"**Gate: {headline(checks)}.**", "", "| | check | what was seen |"]
+def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str, conclusion: str = "") -> str:
+    """A section for a page that may hold others. conclusion: what differs, as a sentence."""
+    lines = [f"## {markdown_text(title)}", "", f"**Gate: {headline(checks)}.**"]
+    lines += [markdown_text(conclusion)] if conclusion else []
+    lines += ["", "| | check | what was seen |"]
     lines += ["|---|---|---|"]
     lines += [f"| {_WORDS[c.state]} | {markdown_text(c.name)} | {markdown_text(c.detail)} |" for c in checks]
     lines += ["", *(f"- {markdown_text(warning)}" for warning in warnings)] if warnings else []
@@ -82,7 +84,12 @@ def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str) -> st
 
 
 def finish(
-    checks: Sequence[Check], warnings: Sequence[str], program: str, junit_file: Path | None, summary: Path | None
+    checks: Sequence[Check],
+    warnings: Sequence[str],
+    program: str,
+    junit_file: Path | None,
+    summary: Path | None,
+    conclusion: str = "",
 ) -> int:
     """Writes what was asked for; the exit code. The summary is added at the end of its file, since the file of a CI
     job's summary may hold what came before. Raises OSError."""
@@ -90,5 +97,5 @@ def finish(
         rundir.replace(junit_file, junit(checks, program))
     if summary is not None:
         with summary.open("a", encoding="utf-8") as file:
-            file.write(markdown(checks, warnings, f"{program} compare"))
+            file.write(markdown(checks, warnings, f"{program} compare", conclusion))
     return exit_code(checks)

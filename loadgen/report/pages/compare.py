@@ -24,8 +24,8 @@ from loadgen.page.content import (
     Tone,
 )
 from loadgen.report import compare, gate, repeats
-from loadgen.report.compare import LIMITED, Comparison, Side
-from loadgen.report.contrast import SAME, Contrast
+from loadgen.report.compare import BETTER, MAIN, NO_INTERVAL, WORSE, Comparison, Side, direction
+from loadgen.report.contrast import SAME
 from loadgen.report.limits import Check
 from loadgen.report.metrics import GOODPUT, Distribution
 from loadgen.report.pages import parts, several
@@ -34,10 +34,7 @@ from loadgen.report.pages.charts import LATENCIES
 from loadgen.report.pages.parts import cell
 from loadgen.steady.blocks import Bounds
 
-MAIN = (
-    "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99", "requests_per_s",
-    "output_tokens_per_s",
-)  # fmt: skip
+TONES: dict[str, Tone] = {"INVALID": "bad", WORSE: "warning", BETTER: "good"}
 GATE_TONES: dict[int, Tone] = {
     exit_codes.OK: "good", exit_codes.BEYOND_LIMIT: "bad", exit_codes.INVALID: "warning",
 }  # fmt: skip
@@ -46,7 +43,6 @@ LOAD = (
     "config.turns", "config.think_time", "config.dataset", "config.trace", "config.trace_speed",
 )  # fmt: skip
 ONE_BY_ONE = "Each interval is of one metric alone: of twenty metrics that do not differ, one may be shown to differ."
-BETTER, WORSE, NO_INTERVAL = "B is better", "B is worse", "no interval"
 
 
 @dataclass(frozen=True)
@@ -119,34 +115,8 @@ def _verdict(comparison: Comparison, checks: Sequence[Check]) -> tuple[str, Tone
     """The gate's where there is one; INVALID where a run cannot be trusted; else what is shown to differ."""
     if checks:
         return f"Gate: {gate.headline(checks)}.", GATE_TONES[gate.exit_code(checks)]
-    invalid = [letter for letter, side in _sides(comparison) if not all(run.valid for run in side.runs)]
-    if invalid:
-        return f"INVALID: a run of {' and '.join(invalid)} cannot be trusted; do not quote these numbers.", "bad"
-    changes = compare.changes(comparison)
-    clauses = []
-    for what in (WORSE, BETTER):
-        names = [name for name in MAIN if name in changes and _shows(name, changes[name]) == what]
-        if names:
-            listed = ", ".join(f"{several.plain(name)} ({_of_ratio(changes[name])})" for name in names)
-            clauses.append(f"{what} in {listed}")
-    if not any(changes[name].difference_ci for name in MAIN if name in changes):
-        return "There are too few requests to tell whether A and B differ.", "plain"
-    if not clauses:
-        return "No difference is shown in any of the main metrics.", "plain"
-    return f"{'. '.join(clauses)}.", "warning" if clauses[0].startswith(WORSE) else "good"
-
-
-def _of_ratio(change: Contrast) -> str:
-    return "-" if change.ratio is None else f"{change.ratio - 1:+.1%}"
-
-
-def _shows(name: str, change: Contrast) -> str:
-    """What the difference's interval shows of B."""
-    if change.difference_ci is None:
-        return NO_INTERVAL
-    if change.shows == SAME:
-        return SAME
-    return WORSE if (change.difference_ci[0] > 0) == LIMITED[name].lower_is_better else BETTER
+    sentence, which = compare.conclusion(comparison)
+    return sentence, TONES.get(which, "plain")
 
 
 def _gate(comparison: Comparison, checks: Sequence[Check]) -> list[Block]:
@@ -190,7 +160,7 @@ def _percent(comparison: Comparison, origin: str) -> Chart:
         if name in changes and (ratio := changes[name].ratio) is not None:
             low, high = changes[name].ratio_ci or (None, None)
             interval = None if low is None or high is None else (_in_percent(low), _in_percent(high))
-            spots.append(_Spot(name, _in_percent(ratio), interval, _shows(name, changes[name])))
+            spots.append(_Spot(name, _in_percent(ratio), interval, direction(name, changes[name])))
     return Chart(
         title="B over A, less 1",
         x_label="",
@@ -217,7 +187,7 @@ def _absolute(comparison: Comparison, origin: str) -> list[Block]:
                 statistic,
                 change.difference,
                 change.difference_ci,
-                _shows(f"{metric.removesuffix('_ms')}_{statistic}", change),
+                direction(f"{metric.removesuffix('_ms')}_{statistic}", change),
             )
             for statistic, change in comparison.metrics[metric].items()
             if change.difference is not None

@@ -11,10 +11,10 @@ from loadgen import cli
 from loadgen.page import html
 from loadgen.page.content import Page, Text
 from loadgen.report import compare, limits
-from loadgen.report.compare import LIMITED, Comparison
+from loadgen.report.compare import BETTER, LIMITED, WORSE, Comparison
 from loadgen.report.contrast import SAME
 from loadgen.report.pages import compare as compare_page
-from loadgen.report.pages.compare import BETTER, WORSE, Compared
+from loadgen.report.pages.compare import Compared
 from tests.loadgen.report.pages.contents import blocks_of, links, points
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.pages.test_sweep import reported
@@ -59,12 +59,12 @@ def test_numbers_are_those_of_the_comparison(slower: Comparison) -> None:
 
 def test_what_differs_is_the_verdict(slower: Comparison, tmp_path: Path) -> None:
     page = page_of(slower)
-    assert page.verdict.startswith("B is worse in ttft p50 (+") and page.tone == "warning"
+    assert page.verdict.startswith("B is worse: ttft p50 +") and page.tone == "warning"
     a = many(tmp_path / "a", [101, 103, 102])
     same = page_of(compare.compare(a, a))
     assert same.verdict == "No difference is shown in any of the main metrics." and same.tone == "plain"
     better = page_of(compare.compare(many(tmp_path / "b", [121, 123, 122]), a))
-    assert better.verdict.startswith(f"{BETTER} in ttft p50 (-") and better.tone == "good"
+    assert better.verdict.startswith(f"{BETTER}: ttft p50 -") and better.tone == "good"
     assert {series.name for series in drawn(same)["B over A, less 1"].series} == {SAME}
 
 
