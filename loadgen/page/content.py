@@ -78,8 +78,9 @@ class Table(Part, tag="table", frozen=True):
 class Series(Part, frozen=True):
     """One curve. x, y: as long as each other, x ascending, in the units of the axes. kind: how it is drawn; a step
     holds its y until the next x. low, high: a band or whiskers around y. labels: what hover says of each point
-    beside its numbers. hrefs: where a click on each point leads, "" nowhere. group: series of one group are switched
-    together; the legend shows it once ("" is the series alone). colour: number of a colour of the palette."""
+    beside its numbers; names: what stands beside it. hrefs: where a click on each point leads, "" nowhere. group:
+    series of one group are switched together; the legend shows it once ("" is the series alone). colour: number of a
+    colour of the palette."""
 
     name: str
     x: Numbers
@@ -88,6 +89,7 @@ class Series(Part, frozen=True):
     low: Numbers | None = None
     high: Numbers | None = None
     labels: Sequence[str] | None = None
+    names: Sequence[str] | None = None
     hrefs: Sequence[str] | None = None
     group: str = ""
     colour: int = 0
@@ -120,13 +122,14 @@ class Chart(Part, tag="chart", frozen=True):
     hover reads the x at the y under the pointer: of a line between its points, of a step the first x with as much.
     categories: names of x = 0, 1, 2, ... of bars. stacked: the bars of one x stand on each other. sync: charts of one
     name share cursor and zoom. from_zero: the linear y axis begins at 0. note: one line under the chart, such as the
-    rule by which points were left out. A chart without a finite point says "no data".
+    rule by which points were left out. id: its anchor. A chart without a finite point says "no data".
     """
 
     title: str
     x_label: str
     y_label: str
     series: Sequence[Series]
+    id: str = ""
     origin: str = ""
     shades: Sequence[Shade] = ()
     marks: Sequence[Mark] = ()
@@ -151,9 +154,18 @@ class Section(Part, frozen=True):
     blocks: Sequence[Block]
 
 
+class Tile(Part, frozen=True):
+    """A number that is seen first: what it is, with its unit; its values by name; and where it leads, `#ID`."""
+
+    label: str
+    values: Sequence[tuple[str, Number]]
+    href: str = ""
+
+
 class Page(Part, frozen=True):
-    """A whole page. verdict: one line under the title, coloured by `tone`. origin: "emulated", "predicted" or "" of all
-    of it, told beside the title. footer: one line at the end, such as what wrote the page."""
+    """A whole page. verdict: one line under the title, coloured by `tone`; doubt: what it adds in the colour of a
+    warning. origin: "emulated", "predicted" or "" of all of it, told beside the title. tiles: the main numbers, under
+    the verdict. footer: one line at the end, such as what wrote the page."""
 
     title: str
     verdict: str
@@ -161,3 +173,5 @@ class Page(Part, frozen=True):
     tone: Tone = "plain"
     origin: str = ""
     footer: str = ""
+    doubt: str = ""
+    tiles: Sequence[Tile] = ()

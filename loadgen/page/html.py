@@ -40,6 +40,7 @@ from loadgen.page.content import (
     Series,
     Table,
     Text,
+    Tile,
 )
 
 DATA = Path(__file__).parent / "data"
@@ -65,7 +66,8 @@ def render(page: Page) -> str:
 <body>
 <header>
 <h1>{_text(page.title)}{_origin(page.origin)}</h1>
-{_toned("p", page.tone, _text(page.verdict), "verdict")}
+{_toned("p", page.tone, _text(page.verdict) + _doubt(page.doubt), "verdict")}
+{_tiles(page.tiles)}
 {_navigation(page.sections)}
 </header>
 <main>
@@ -129,6 +131,22 @@ def _navigation(sections: Sequence[Section]) -> str:
     return f'<nav aria-label="Sections"><ul>{items}</ul></nav>' if len(sections) > 1 else ""
 
 
+def _doubt(doubt: str) -> str:
+    return f'<span class="warning">, {_text(doubt)}</span>' if doubt else ""
+
+
+def _tiles(tiles: Sequence[Tile]) -> str:
+    shown = "".join(f'<li class="tile">{_tile(tile)}</li>' for tile in tiles)
+    return f'<ul class="tiles" aria-label="The main numbers">{shown}</ul>' if tiles else ""
+
+
+def _tile(tile: Tile) -> str:
+    values = "".join(
+        f"<span><b>{_text(number.text)}</b>{f' {_text(name)}' if name else ''}</span>" for name, number in tile.values
+    )
+    return f'{_link(Link(tile.label, tile.href))}<span class="values">{values}</span>'
+
+
 def _section(section: Section) -> str:
     return f"""<section id="{_anchor(section.id)}">
 <h2>{_text(section.title)}</h2>
@@ -161,9 +179,12 @@ def _block(block: Block) -> str:
 
 
 def _item(item: Listed) -> str:
-    advice = f'<p class="advice">{_text(item.advice)}</p>' if item.advice else ""
     head = f"<strong>{_text(item.head)}</strong> " if item.head else ""
-    return _toned("li", item.tone, f"{head}{_text(item.text)}{advice}")
+    told = f"{head}{_text(item.text)}"
+    if item.advice or (item.head and item.tone != "plain"):  # folded to a line; the whole of it is behind that
+        advice = f'<p class="advice">{_text(item.advice)}</p>' if item.advice else ""
+        told = f'<details class="finding"><summary>{told}</summary>{advice}</details>'
+    return _toned("li", item.tone, told)
 
 
 def _table(table: Table) -> str:
@@ -208,7 +229,8 @@ def _figure(chart: Chart) -> str:
     shown = [(series, points) for series in chart.series if (points := list(_points(series)))]
     plot = f'<div class="plot" role="img" aria-label="{_summary(chart, shown)}"></div>\n'
     note = f'<p class="note">{_text(chart.note)}</p>\n' if chart.note else ""
-    return f"""<figure{' class="empty"' if not shown else ""}>
+    anchor = f' id="{_anchor(chart.id)}"' if chart.id else ""
+    return f"""<figure{anchor}{' class="empty"' if not shown else ""}>
 <figcaption>{_text(chart.title)}{_origin(chart.origin)}</figcaption>
 <p class="label-y">{_text(chart.y_label)}</p>
 {plot if shown else '<p class="no-data">no data</p>'}

@@ -298,8 +298,8 @@ def varied(swept: Swept) -> str:
 
 def front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
     """The points that no other one beats: as good or better in both, and better in one. In the order of the list. Left
-    out is a load that the server fell behind: its latencies tell how long the run was."""
-    kept = (point for point in points if not point.fell_behind)
+    out is what is INVALID, and a load that the server fell behind: its latencies tell how long the run was."""
+    kept = (point for point in points if point.valid and not point.fell_behind)
     known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in kept]
     placed = [(value, a, b) for value, a, b in known if a is not None and b is not None]
     return [value for value, a, b in placed if not any((c, d) != (a, b) and c >= a and d >= b for _, c, d in placed)]

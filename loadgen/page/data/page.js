@@ -471,7 +471,29 @@
         }
         this.drawOrigin(ctx, area);
       }, true);
+      this.onCanvas((ctx, area, x, y) => this.drawNames(ctx, area, x, y), true);
       this.onCanvas((ctx, area, x, y) => this.drawMarks(ctx, area, x, y), false);
+    }
+
+    /** Beside each point its name, where it has one and no other stands there. */
+    drawNames(ctx, area, x, y) {
+      const taken = [];
+      ctx.textAlign = "left";
+      ctx.fillStyle = this.paint.ink;
+      for (const curve of this.visible) {
+        if (!curve.names) continue;
+        curve.x.forEach((_, i) => {
+          const name = curve.names[curve.at[i]];
+          if (!name || curve.y[i] === null) return;
+          const wide = textWidth(name), at = x(curve.x[i]), point = y(curve.y[i]);
+          const up = point - 16 < area.top ? point + 11 : point - 9;
+          const left = at + 6 + wide > area.left + area.width ? at - 6 - wide : at + 6;
+          const hit = ([l, u, w]) => left < l + w + 4 && l < left + wide + 4 && Math.abs(up - u) < 13;
+          if (taken.some(hit)) return; // the readout has it
+          taken.push([left, up, wide]);
+          ctx.fillText(name, left, up);
+        });
+      }
     }
 
     whiskers(ctx, curve, x, y) {

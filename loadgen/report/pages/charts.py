@@ -97,23 +97,27 @@ def latencies(runs: Runs) -> list[Chart]:
                 for run in runs
             ],
             f"{name} (ms)",
+            id=name,
         )
         for name, title in ((metric.removesuffix("_ms"), title) for metric, title in LATENCIES.items())
     ]
 
 
-def over_time(runs: Runs) -> list[Chart]:
-    """Charts over one axis of time. Those of the server and its GPUs only where one of the runs has samples of them."""
+def over_time(runs: Runs) -> tuple[list[Chart], list[str]]:
+    """Charts over one axis of time. Those of the server and its GPUs only where one of the runs has samples of them,
+    and holds anything but zero; and the titles of those that do not."""
     charts = [
-        _chart(runs, "Requests a second", "requests/s", _rates),
+        msgspec.structs.replace(_chart(runs, "Requests a second", "requests/s", _rates), id="rates"),
         _chart(runs, "In flight", "requests, sessions" if _in_sessions(runs) else "requests", _in_flight),
         _ttft(runs),
         _chart(runs, "Server's requests", "requests", lambda run: _sampled(run, QUEUE)),
         _chart(runs, "KV cache", "used (%)", _kv_cache),
         _chart(runs, "Preemptions", "preemptions/s", _preemptions),
-        _chart(runs, "GPU power", "power (W)", _power),
+        msgspec.structs.replace(_chart(runs, "GPU power", "power (W)", _power), id="power"),
     ]
-    return [chart for number, chart in enumerate(charts) if chart.series or number < 3]
+    there = [chart for number, chart in enumerate(charts) if chart.series or number < 3]
+    empty = [chart.title for chart in there[3:] if not any(any(series.y) for series in chart.series)]
+    return [chart for chart in there if chart.title not in empty], empty
 
 
 def _in_sessions(runs: Runs) -> bool:

@@ -131,7 +131,7 @@ class Curve(NamedTuple):
     origin: str = ""
 
 
-def cdf(title: str, curves: Sequence[Curve], x_label: str, *, log_now: bool = False) -> Chart:
+def cdf(title: str, curves: Sequence[Curve], x_label: str, *, log_now: bool = False, id: str = "") -> Chart:
     """CDFs over each other, each switched by its name. Hover reads a quantile."""
     steps = max(LEAST_STEPS, series.MAX_STEPS // max(1, len(curves)))
     most = max((len(curve.sample.values) for curve in curves), default=0)
@@ -140,6 +140,7 @@ def cdf(title: str, curves: Sequence[Curve], x_label: str, *, log_now: bool = Fa
         x_label=x_label,
         y_label="fraction of values",
         series=[_step(curve, steps) for curve in curves],
+        id=id,
         origin=shared_origin(curve.origin for curve in curves),
         log=("x",),
         log_now=("x",) if log_now else (),

@@ -52,8 +52,8 @@ def page(
         origin=origin,
         sections=[
             Section("findings", "Findings", _findings(repeated)),
-            Section("runs", "The runs beside each other", _beside_each_other(repeated, hrefs, origin)),
             Section("numbers", "Mean over the runs", [_numbers(repeated)]),
+            Section("runs", "The runs beside each other", _beside_each_other(repeated, hrefs, origin)),
             Section("cdf", "CDF of each run", several.cdfs(samples, dict.fromkeys(samples, origin))),
             Section("command", "The command", [Code(shlex.join(argv))]),
         ],

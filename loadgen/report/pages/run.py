@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.page.content import Block, Cell, Code, Items, Listed, Page, Section, Table, Text, Tone
+from loadgen.page.content import Block, Cell, Code, Items, Listed, Page, Section, Table, Text, Tile, Tone
 from loadgen.report import cluster, metrics, text
 from loadgen.report.pages import charts, intervals, parts
 from loadgen.report.pages.charts import LATENCIES, Shown
@@ -36,18 +36,20 @@ def page(run: Shown) -> Page:
     prompts = charts.by_prompt([run])
     sections = [
         Section("verdict", "Verdict", list(_verdict(report))),
-        Section("setup", "What was measured on what", setup(run)),
         Section("numbers", "Numbers", list(_numbers(run))),
         Section("latency", "Latency distributions", charts.latencies([run])),
         Section("time", "Over time", over_time([run])),
         *([] if prompts is None else [Section("prompts", "Prompt length", [prompts, *_by_prompt(report)])]),
         Section("slowest", "Slowest requests", list(_slowest(run))),
         Section("errors", "Errors", list(_errors(run))),
+        Section("setup", "What was measured on what", setup(run)),
         Section("repeat", "The command, and how to repeat it", list(_repeat(run))),
     ]
     return Page(
         title=f"{text.name_of(report)}, {report.arrival}",
         verdict=text.verdict_line(report),
+        doubt=_doubt(report),
+        tiles=list(_tiles(report)),
         sections=sections,
         tone=tone(report),
         origin=parts.origin(report),
@@ -57,9 +59,26 @@ def page(run: Shown) -> Page:
 
 def tone(report: Report) -> Tone:
     """The tone of its verdict."""
-    if not report.verdict.valid:
-        return "bad"
-    return "warning" if any(finding.severity == "warning" for finding in report.verdict.findings) else "good"
+    return "good" if report.verdict.valid else "bad"
+
+
+def _doubt(report: Report) -> str:
+    """What a valid run's verdict adds."""
+    warnings = sum(finding.severity == "warning" for finding in report.verdict.findings)
+    return f"{warnings} warning{'' if warnings == 1 else 's'}" if warnings and report.verdict.valid else ""
+
+
+def _tiles(report: Report) -> Iterator[Tile]:
+    """The numbers that a reader looks for first."""
+    throughput, goodput, use = report.throughput, report.goodput, report.gpus
+    yield Tile("output tokens/s", [("", cell(throughput.output_tokens_per_s))], "#rates")
+    for metric in ("ttft_ms", "tpot_ms", "e2el_ms"):
+        summary, name = report.metrics[metric], metric.removesuffix("_ms")
+        yield Tile(f"{name}, ms", [("p50", cell(summary.p50)), ("p99", cell(summary.p99))], f"#{name}")
+    if goodput is not None and goodput.request_goodput is not None:
+        yield Tile("goodput, requests/s", [("", cell(goodput.request_goodput))], "#numbers")
+    if use is not None and use.j_per_output_token is not None:
+        yield Tile("J an output token", [("", cell(use.j_per_output_token))], "#power")
 
 
 def _verdict(report: Report) -> Iterator[Block]:
@@ -76,7 +95,7 @@ def setup(run: Shown) -> list[Block]:
     rows = [(what, value) for what, value in _facts(run) if value]
     options = [[name, option(value)] for name, value in run.manifest.config.items() if value not in (None, [], ())]
     return [
-        Table(headers=["", "value"], rows=rows, numeric=False),
+        Table(headers=["", "value"], rows=rows, caption="Server, load, client", numeric=False, folded=True),
         Table(headers=["option", "value"], rows=options, caption="All options", numeric=False, folded=True),
     ]
 
@@ -250,7 +269,10 @@ def _percentiles(part: PhaseStats | TurnStats) -> Iterator[Cell]:
 
 def over_time(runs: Sequence[Shown]) -> list[Block]:
     """The charts over time; where nobody sampled the server, a line that says so."""
-    blocks: list[Block] = list(charts.over_time(runs))
+    drawn, empty = charts.over_time(runs)
+    blocks: list[Block] = list(drawn)
+    if empty:
+        blocks.append(Text(f"Left out, since nothing but zero was sampled: {', '.join(empty)}."))
     if not any(run.samples for run in runs):
         blocks.append(Text("There are no samples of the server (queue, KV cache, preemptions) or of GPUs."))
     return blocks

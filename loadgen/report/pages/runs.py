@@ -20,11 +20,11 @@ def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Page:
     worst: Tone = next((tone for tone in ("bad", "warning") if tone in tones), "good")
     sections = [
         Section("verdict", "Verdicts", [_verdicts(runs)]),
-        Section("setup", "What was measured on what", list(_setup(runs, hrefs))),
         Section("numbers", "Numbers", [run.rates(runs), run.latency_intervals(runs), Text(intervals.MEANING)]),
         Section("latency", "Latency distributions", charts.latencies(runs)),
         Section("time", "Over time", run.over_time(runs)),
         *([] if prompts is None else [Section("prompts", "Prompt length", [prompts])]),
+        Section("setup", "What was measured on what", list(_setup(runs, hrefs))),
         Section("repeat", "The commands", list(_commands(runs))),
     ]
     return Page(

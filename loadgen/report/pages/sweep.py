@@ -62,14 +62,14 @@ def page(
         origin=origin,
         sections=[
             Section("findings", "Findings", [*several.findings(begun), remarks]),
-            Section("swept", "What was swept", [_planned(swept)]),
+            Section("points", "Every point", [_points(swept, hrefs)]),
             Section(
                 "pareto", "Interactivity against throughput", [_pareto(swept, n, hrefs, origin) for n in BY_TOKENS]
             ),
-            Section("points", "Every point", [_points(swept, hrefs)]),
             Section("latency", "Latency against throughput", [_latency(swept, n, hrefs, origin) for n in LATENCIES]),
             Section("cdf", "CDF of every point", several.cdfs(curves, dict.fromkeys(curves, origin))),
             Section("runs", "Every run, in its order", [_runs(swept, hrefs)]),
+            Section("swept", "What was swept", [_planned(swept)]),
             Section("command", "The command", [Code(shlex.join(swept.argv))]),
         ],
         footer=f"sweep.json has the same numbers; {swept.schema}, llm-dissect {swept.version}.",
@@ -95,6 +95,7 @@ def _pareto(swept: Swept, name: str, hrefs: Mapping[str, str], origin: str) -> C
     front = swept.pareto[name]
     best = sorted((each for each in spots if each.point.value in front), key=lambda each: each.x)
     rest = [each for each in spots if each.point.value not in front]
+    valid, invalid = ([each for each in rest if each.point.valid is well] for well in (True, False))
     per = "a GPU" if swept.gpus is not None else "of the whole server"
     no_better = "no other point is better in both (Pareto)"
     return Chart(
@@ -104,7 +105,8 @@ def _pareto(swept: Swept, name: str, hrefs: Mapping[str, str], origin: str) -> C
         series=[
             Series(no_better, [each.x for each in best], [each.y for each in best], group=no_better),
             *_dots(no_better, swept, best, (INTERACTIVITY, throughput), hrefs, 0),
-            *_dots("another point is better in both", swept, rest, (INTERACTIVITY, throughput), hrefs, 1),
+            *_dots("another point is better in both", swept, valid, (INTERACTIVITY, throughput), hrefs, 4),
+            *_dots("INVALID, not to be quoted", swept, invalid, (INTERACTIVITY, throughput), hrefs, 1),
         ],
         origin=origin,
         note=_note(swept),
@@ -127,10 +129,12 @@ def _latency(swept: Swept, latency: str, hrefs: Mapping[str, str], origin: str) 
     for colour, percentile in enumerate(PERCENTILES):
         metric = f"{latency}_{percentile}"
         paths = [[_Spot(*each) for each in stretch] for stretch in stretches(swept, throughput, metric)]
+        spots = [each for path in paths for each in path]
+        valid, invalid = ([each for each in spots if each.point.valid is well] for well in (True, False))
         series += _lines(percentile, paths, colour)
-        series += _dots(
-            percentile, swept, [each for path in paths for each in path], (throughput, metric), hrefs, colour
-        )
+        named = percentile == PERCENTILES[-1]
+        series += _dots(percentile, swept, valid, (throughput, metric), hrefs, colour, named)
+        series += _dots(f"{percentile}, INVALID", swept, invalid, (throughput, metric), hrefs, colour, named)
     return Chart(
         title=LATENCIES[latency],
         x_label="throughput (output tokens/s)" if throughput == BY_TOKENS[0] else "throughput (requests/s)",
@@ -162,10 +166,16 @@ def _ascending(path: Sequence[_Spot]) -> Iterator[list[_Spot]]:
 
 
 def _dots(
-    name: str, swept: Swept, spots: Sequence[_Spot], metrics: tuple[str, str], hrefs: Mapping[str, str], colour: int
+    name: str,
+    swept: Swept,
+    spots: Sequence[_Spot],
+    metrics: tuple[str, str],
+    hrefs: Mapping[str, str],
+    colour: int,
+    named: bool = True,
 ) -> Iterator[Series]:
     """The points, each with the 95 % interval between its runs where it has several, and these runs as points too.
-    metrics: of x and y."""
+    metrics: of x and y. named: their loads stand beside them."""
     if not spots:
         return
     ordered = sorted(spots, key=lambda each: each.x)
@@ -176,7 +186,9 @@ def _dots(
         low=[None if low is None else max(low, 0.0) for low, _ in bounds] if several_runs else None,
         high=[high for _, high in bounds] if several_runs else None,
         labels=[f"{swept.plan.varies} {each.point.value}{'' if each.point.valid else ', INVALID'}" for each in ordered],
+        names=[each.point.value for each in ordered] if named else None,
         hrefs=[_page_of(each.point, hrefs) for each in ordered], group=name, colour=colour,
+        dashed=not all(each.point.valid for each in ordered),
     )  # fmt: skip
     if several_runs:
         runs = sorted(_single(ordered, metrics), key=lambda each: each[0])

@@ -107,9 +107,9 @@ def test_the_cells_hold_exactly_what_report_json_holds(tmp_path: Path) -> None:
 
 def test_the_order_of_the_page(tmp_path: Path) -> None:
     page = run.page(shown(tmp_path / "run", spread(100)))
-    order = ["verdict", "setup", "numbers", "latency", "time", "prompts", "slowest", "errors", "repeat"]
+    order = ["verdict", "numbers", "latency", "time", "prompts", "slowest", "errors", "setup", "repeat"]
     assert [section.id for section in page.sections] == order
-    assert [chart.title for chart in page.sections[3].blocks if isinstance(chart, Chart)] == list(
+    assert [chart.title for chart in page.sections[2].blocks if isinstance(chart, Chart)] == list(
         charts.LATENCIES.values()
     )
 
@@ -193,7 +193,7 @@ def test_the_slowest_requests_and_how_their_tokens_came(tmp_path: Path) -> None:
 def test_phases_and_stalls_are_shaded_on_every_chart_over_time(tmp_path: Path) -> None:
     phases = (Phase("first", 0.0, 0.5), Phase("second", 0.5, None))
     of_run = shown(tmp_path / "run", spread(100), manifest(phases=phases), stalls=[Stall(0.2, 0.4)])
-    over_time = charts.over_time([of_run])
+    over_time, _ = charts.over_time([of_run])
     assert len(over_time) == 3
     for chart in over_time:
         assert [(shade.label, shade.tone) for shade in chart.shades] == [
@@ -288,7 +288,8 @@ def test_a_closed_loop_names_its_concurrency_once(tmp_path: Path) -> None:
 def test_a_run_with_nothing_in_it_has_a_page(tmp_path: Path, rows: list[Record]) -> None:
     page = run.page(shown(tmp_path / "run", rows))
     assert json.loads(msgspec.json.encode(page))["sections"][0]["id"] == "verdict"
-    assert page.tone == ("warning" if rows and rows[0].outcome == "ok" else "bad")
+    good = bool(rows) and rows[0].outcome == "ok"
+    assert (page.tone, bool(page.doubt)) == (("good", True) if good else ("bad", False))
 
 
 @pytest.mark.parametrize("started", [1e308, -1e18, 1e12])
@@ -323,3 +324,15 @@ def test_several_runs_over_each_other(tmp_path: Path) -> None:
     latency = values(tables(page)["Latency with intervals"])
     assert latency["ttft: b", "p50"] == several[1].report.metrics["ttft_ms"].p50
     assert isinstance(page.sections[0].blocks[0], Items)
+
+
+def test_the_main_numbers_are_seen_first(tmp_path: Path) -> None:
+    page = run.page(shown(tmp_path / "run", spread(100)))
+    report = shown(tmp_path / "again", spread(100)).report
+    tiles = {tile.label: tile for tile in page.tiles}
+    assert [number.value for _, number in tiles["ttft, ms"].values] == [
+        report.metrics["ttft_ms"].p50, report.metrics["ttft_ms"].p99
+    ]  # fmt: skip
+    text = html.render(page)
+    for tile in page.tiles:
+        assert f'id="{tile.href.removeprefix("#")}"' in text, tile.label

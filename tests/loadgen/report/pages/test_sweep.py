@@ -146,3 +146,18 @@ def test_the_file(tmp_path: Path) -> None:
         assert f'href="{name}/report.html"' in text
     nothing = msgspec.structs.replace(swept, points=[], runs=[], pareto={name: [] for name in BY_TOKENS})
     assert "no data" in html.render(sweep_page.page(nothing, {}, {}, ""))
+
+
+def test_an_invalid_point_looks_invalid_and_is_on_no_front(tmp_path: Path) -> None:
+    directory = reported(swept_directory(tmp_path / "s"))
+    swept = sweeps.read(directory)
+    best = swept.pareto[BY_TOKENS[0]][-1]
+    swept.points = [
+        msgspec.structs.replace(point, valid=False) if point.value == best else point for point in swept.points
+    ]
+    assert best not in sweeps.front(swept.points, BY_TOKENS[0])
+    swept.pareto = {name: sweeps.front(swept.points, name) for name in BY_TOKENS}
+    front = next(chart for chart in drawn(page_of(directory, swept)).values() if "interactivity" in chart.x_label)
+    (invalid,) = [series for series in front.series if series.name.startswith("INVALID")]
+    assert invalid.names == [best] and invalid.dashed and invalid.labels == [f"rate {best}, INVALID"]
+    assert all(best not in (series.names or ()) for series in front.series if series is not invalid)
