@@ -126,13 +126,7 @@ def summary_lines(report: Report) -> list[str]:
         lines.append(
             f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
-    prompt = "Asked prompt tokens" if report.sessions is None else "Prompt tokens that a turn adds"
-    for what, lengths in ((prompt, report.asked_prompt_tokens), ("Asked output tokens", report.asked_output_tokens)):
-        if lengths is not None:
-            names = (name for name in Lengths.__struct_fields__ if name != "law")
-            shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
-            law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
-            lines.append(f"{what}{law}: {shown}.")
+    lines += _length_lines(report)
     if report.retried_connections:
         lines.append(
             f"Retried connections: {number(report.retried_connections)} requests met one that had been closed."
@@ -159,6 +153,17 @@ def summary_lines(report: Report) -> list[str]:
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
     return [*lines, *map(escaped, _emulation_lines(report.emulation))]
+
+
+def _length_lines(report: Report) -> Iterator[str]:
+    """How long prompts and replies were to be, where they were not all alike."""
+    prompt = "Asked prompt tokens" if report.sessions is None else "Prompt tokens that a turn adds"
+    for what, lengths in ((prompt, report.asked_prompt_tokens), ("Asked output tokens", report.asked_output_tokens)):
+        if lengths is not None:
+            names = (name for name in Lengths.__struct_fields__ if name != "law")
+            shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
+            law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
+            yield f"{what}{law}: {shown}."
 
 
 def _wire_lines(report: Report) -> Iterator[str]:

@@ -29,7 +29,7 @@ TIMETABLE_PATH = "/timetable"  # of the embedded server: its Timetable, whose co
 
 class Timetable(msgspec.Struct, frozen=True, kw_only=True):
     """What is true of an emulated server's times, whatever was measured. ttft_ms, tpot_ms: on its timetable; None where
-    they are modelled. late_*: how long after they were due its tokens were sent, which the machine adds; None without
+    they are modelled. late_*: how long after they were due its tokens, of the warm-up too, were sent; None without
     any token."""
 
     ttft_ms: float | None

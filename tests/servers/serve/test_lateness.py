@@ -13,7 +13,7 @@ from loadgen import cli, rundir
 from loadgen.probe import identify
 from loadgen.report import build, text
 from loadgen.target import Target, get
-from servers.dialects import DIALECTS
+from servers.app import DIALECTS
 from servers.serve.lateness import Lateness
 from servers.serve.wire import Settings
 
@@ -39,7 +39,7 @@ def test_a_run_says_what_was_true_beside_what_it_measured(tmp_path: Path) -> Non
     assert cli.invoke(["run", *words.split()]) in (0, 4)
     table = rundir.read_manifest(tmp_path / "run").timetable
     assert table is not None and (table.ttft_ms, table.tpot_ms) == (200, 40)
-    assert table.tokens == 20 * 8  # no token of the warm-up
+    assert table.tokens == (20 + 8) * 8  # with the warm-up of eight requests
     assert table.late_p50_ms is not None and table.late_p99_ms is not None and table.late_p50_ms <= table.late_p99_ms
     report, _ = build.from_directory(tmp_path / "run")
     assert report.metrics["ttft_ms"].min is not None and report.metrics["ttft_ms"].min >= 200
