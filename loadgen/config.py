@@ -212,6 +212,9 @@ class ClientOptions:
             "TCP_NODELAY waits for (Linux)."
         ),
     ] = False
+    stop_when_overloaded: Annotated[
+        bool, _client("End the run, as Ctrl-C does, once the server is seen to fall behind the arrivals.")
+    ] = False
     calibrate: Annotated[bool, _client("Measure the client's own ceiling first.", negative="--no-calibrate")] = True
     api_key_env: Annotated[
         str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
@@ -560,6 +563,9 @@ class Config(
             )
         if load.prefix is not None:
             self._check_prefix(load, load.prefix)
+        burst = load.arrival.kind == "burst" and load.trace is None
+        if self.stop_when_overloaded and (burst or load.streams is not None or load.sessions is not None):
+            raise ConfigError("--stop-when-overloaded is for requests that arrive at a rate; leave it out.")
         if self.duration is None:
             return
         if load.arrival.kind == "burst" and load.streams is None:

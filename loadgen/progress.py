@@ -6,6 +6,7 @@ import statistics
 import time
 
 from loadgen.client.engine import Snapshot
+from loadgen.steady.live import words
 from loadgen.terminal import note
 
 QUIET_EVERY_S = 10.0
@@ -18,12 +19,13 @@ class ProgressLine:
         self._written_s = time.monotonic()
         self._written = (0.0, 0)  # s since t = 0, and the events until then
 
-    def __call__(self, snapshots: list[Snapshot], drawn: bool) -> None:
-        """drawn: the live view shows it all."""
+    def __call__(self, snapshots: list[Snapshot], drawn: bool, falling_per_s: float | None = None) -> None:
+        """drawn: the live view shows it all. falling_per_s: where the server falls behind."""
         events, elapsed_s = sum(each.events for each in snapshots), max(each.elapsed_s for each in snapshots)
         if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
             since_s, before = self._written
-            note(line(snapshots, (events - before) / max(elapsed_s - since_s, 1e-3)))
+            said = line(snapshots, (events - before) / max(elapsed_s - since_s, 1e-3))
+            note(said + ("" if falling_per_s is None else f"; {words(falling_per_s)}"))
             self._written_s, self._written = time.monotonic(), (elapsed_s, events)
 
 

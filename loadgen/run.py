@@ -45,6 +45,7 @@ from loadgen.rundir.emulation import Emulation
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from loadgen.server.placement import chosen
+from loadgen.steady.live import Falling, words
 from loadgen.target import Target, TransportError
 from loadgen.terminal import say, say_error
 from loadgen.wire import measure
@@ -334,7 +335,7 @@ class Run:
             monitor.begin(self.directory, self.run_id, source, gpu_indices, expected(plan.job.load))
         else:
             monitor.begin(self.directory, self.run_id, expected=expected(plan.job.load))
-        send, watched = self._sender(plan, served), self._watched(monitor, served, watch)
+        send, watched = self._sender(plan, served), self._watched(monitor, served, plan.job.load, watch)
         try:
             await send(plan, self.directory, watched, monitor.sample, self.stop)
             if served.fleet is not None or worker_count(self.config, plan) > 1:
@@ -349,19 +350,26 @@ class Run:
         if monitor.trouble:
             self.say(f"note: {monitor.trouble}")
 
-    def _watched(self, monitor: Monitor, served: Served, watch: Progress | None) -> Progress:
+    def _watched(self, monitor: Monitor, served: Served, load: Load, watch: Progress | None) -> Progress:
         """Shows a person how the run goes, and tells the sidecar what only the clients know."""
         line, remote = ProgressLine(), served.fleet is not None
+        falling, stopped = Falling(load.when if load.sessions is None else ""), False
 
         def watched(clients: list[Snapshot]) -> None:
+            nonlocal stopped
             if watch is not None:
                 watch(clients)
             if clients:  # else no worker has reported anything yet
                 drawn = monitor.draws
-                line(clients, drawn)
                 live = together(clients, remote)
+                live.falling_per_s = falling.look(live.elapsed_s, live.done + live.in_flight, live.done)
+                line(clients, drawn, live.falling_per_s)
                 live.stopping, live.drawn = self.stop.number is not None, drawn
                 monitor.progress(live)
+                if self.config.stop_when_overloaded and live.falling_per_s is not None and not stopped:
+                    stopped = True
+                    self.say(f"{words(live.falling_per_s)}; the run ends (--stop-when-overloaded)")
+                    self.stop.end()
 
         return watched
 

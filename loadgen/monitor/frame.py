@@ -14,6 +14,7 @@ from rich.text import Text
 
 from backends.untrusted import printable
 from loadgen.monitor.server_view import ServerSample
+from loadgen.steady.live import words
 
 MAX_LINES = 15
 LABEL_COLUMNS = 10
@@ -41,6 +42,7 @@ class Frame:
     sent: int = 0
     done: int = 0
     in_flight: int = 0
+    falling_per_s: float | None = None
     failed: Mapping[str, int] = field(default_factory=dict)
     tokens_per_s: float = 0.0
     tokens_history: Sequence[float | None] = ()
@@ -58,6 +60,7 @@ def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
         *_title(frame, width),
         _bar(frame, width),
         *_row("requests", list(_requests(frame)), width),
+        *_row("server", [] if frame.falling_per_s is None else [words(frame.falling_per_s)], width, style="red"),
         *_row("failed", list(_failed(frame.failed)), width, style="red"),
         *_row("tokens/s", [f"{frame.tokens_per_s:,.0f}"], width, frame.tokens_history),
         *(line for name in frame.ttft_ms for line in _ttft(frame, name, width)),

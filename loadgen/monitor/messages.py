@@ -80,7 +80,8 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
 class Live(msgspec.Struct, tag=True):
     """The clients' own counters, added up over all client processes; of CPU and lag the worst process'. drawn: whether
     the view may be drawn now, which a program in the background may not. latest_ttft_ms: a sample of the latest, where
-    the records are on other machines."""
+    the records are on other machines. falling_per_s: by how many requests a second more arrive than leave, while the
+    server falls behind."""
 
     planned: int | None
     in_flight: int
@@ -92,6 +93,7 @@ class Live(msgspec.Struct, tag=True):
     cpu_ratio: float = 0.0
     loop_lag_ms: float = 0.0
     latest_ttft_ms: list[float] = []
+    falling_per_s: float | None = None
     stopping: bool = False
     drawn: bool = False
 

@@ -91,6 +91,13 @@ class Recorder:
             )
         in_flight = 0 if over or self.live is None else self.live.in_flight
         yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)])
+        falling_per_s = None if over or self.live is None else self.live.falling_per_s
+        yield Family(
+            "bench_backlog_growth_requests_per_second",
+            "gauge",
+            "Requests that arrive a second beyond those that leave, while the server falls behind; else 0.",
+            [MetricSample(falling_per_s or 0.0)],
+        )
         events = 0 if self.live is None else self.live.events
         yield Family(
             "bench_events_received", "counter", "Events that carried output, as they come.", [MetricSample(events)]

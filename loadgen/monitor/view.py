@@ -102,6 +102,7 @@ class Course:
             sent=live.done + live.in_flight,
             done=live.done,
             in_flight=live.in_flight,
+            falling_per_s=live.falling_per_s,
             failed=failed,
             tokens_per_s=sum(tokens for tokens, _ in self._recent) / (sum(each for _, each in self._recent) or 1.0),
             tokens_history=tuple(self._tokens),

@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "tokenizer": (["dir"], "dir"),
     "vocab_size": (["100"], 100),
     "repeat_dataset": ([], True),
+    "stop_when_overloaded": ([], True),
     "extra_body": (['{"top_k": 20}'], '{"top_k": 20}'),
     "omit_field": (["seed"], ("seed",)),
     "seed": (["3"], 3),
@@ -126,6 +127,7 @@ SWITCHES = {
 NEEDS = {
     "duration": ["--concurrency", "2"],
     "repeat_dataset": ["--dataset", "d.jsonl"],
+    "stop_when_overloaded": ["--arrival", "poisson:9"],
     **{
         name: ["--trace", "t.jsonl"]
         for name in ("trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens")
