@@ -74,9 +74,11 @@ def timetable_line(report: Report) -> str:
     truth, ttft, tpot = report.timetable, report.metrics["ttft_ms"], report.metrics["tpot_ms"]
     if truth is None or truth.ttft_ms is None or not truth.tokens:
         return ""
+    jitter = f", each +- {100 * truth.jitter_ratio:g} %" if truth.jitter_ratio else ""
     return (
         f"Known truth: ttft {number(truth.ttft_ms)} ms (measured p50 {number(ttft.p50)}), tpot {number(truth.tpot_ms)} "
-        f"ms (measured {number(tpot.p50)}). The embedded server itself sent tokens {number(truth.late_p50_ms)} ms late "
+        f"ms (measured {number(tpot.p50)}){jitter}. The embedded server itself sent tokens "
+        f"{number(truth.late_p50_ms)} ms late "
         f"(p50), {number(truth.late_p99_ms)} ms (p99): what this machine adds."
     )
 

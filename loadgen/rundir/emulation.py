@@ -28,12 +28,13 @@ TIMETABLE_PATH = "/timetable"  # of the embedded server: its Timetable, whose co
 
 
 class Timetable(msgspec.Struct, frozen=True, kw_only=True):
-    """What is true of an emulated server's times, whatever was measured. ttft_ms, tpot_ms: on its timetable; None where
-    they are modelled. late_*: how long after they were due its tokens, of the warm-up too, were sent; None without
-    any token."""
+    """What is true of an emulated server's times, whatever was measured. ttft_ms, tpot_ms: on its timetable, each more
+    or less by up to jitter_ratio; None where they are modelled. late_*: how long after they were due its tokens, of the
+    warm-up too, were sent; None without any token."""
 
     ttft_ms: float | None
     tpot_ms: float | None
+    jitter_ratio: float = 0.0
     tokens: int
     late_p50_ms: float | None
     late_p99_ms: float | None

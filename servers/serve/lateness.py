@@ -22,12 +22,12 @@ class Lateness:
         if late_ns > self._most_ns:
             self._most_ns = late_ns
 
-    def timetable(self, fixed_ms: tuple[float, float] | None) -> Timetable:
-        """fixed_ms: ttft and the time of each further token, where they are fixed."""
+    def timetable(self, fixed: tuple[float, float, float] | None) -> Timetable:
+        """fixed: ttft, the time of each further token and the jitter of both, where they are fixed."""
         tokens = sum(self._counts)
-        ttft_ms, tpot_ms = (None, None) if fixed_ms is None else fixed_ms
+        ttft_ms, tpot_ms, jitter_ratio = fixed or (None, None, 0.0)
         return Timetable(
-            ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=tokens,
+            ttft_ms=ttft_ms, tpot_ms=tpot_ms, jitter_ratio=jitter_ratio, tokens=tokens,
             late_p50_ms=self._quantile_ms(0.5, tokens), late_p99_ms=self._quantile_ms(0.99, tokens),
             late_max_ms=self._most_ns / 1e6 if tokens else None,
         )  # fmt: skip

@@ -22,7 +22,7 @@ CROWDED = 64
 class SimulatedTiming:
     """Times given and taken are monotonic nanoseconds; modelled seconds begin at the first request."""
 
-    fixed_ms = None
+    fixed = None
 
     def __init__(self, emulated: Emulated, speed: float = 1.0) -> None:
         self.facts = emulated.facts

@@ -257,7 +257,7 @@ class Server:
     def _timetable(self) -> Page:
         """The times that are true, and how late tokens were sent since this was asked last."""
         late, self._late = self._late, Lateness()
-        return json_page(200, late.timetable(self._timing.fixed_ms))
+        return json_page(200, late.timetable(self._timing.fixed))
 
     def _parse_some(self) -> None:
         for _ in range(min(_PARSE_AT_ONCE, len(self.unparsed))):

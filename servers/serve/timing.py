@@ -43,13 +43,14 @@ INDEX = (1 << INDEX_BITS) - 1
 
 class Timing(Protocol):
     """When the tokens of the server's replies are due. Times are monotonic nanoseconds. `facts` and `scheduler`: of
-    modelled hardware; None where times are fixed. `fixed_ms`: of the first token and of each further one, else None.
-    `popped_due_ns`: when the token that `pop` gave last was due."""
+    modelled hardware; None where times are fixed. `fixed`: ms of the first token and of each further one, and the
+    jitter of both as a ratio; None where times are modelled. `popped_due_ns`: when the token that `pop` gave last was
+    due."""
 
     popped_due_ns: int
 
     @property
-    def fixed_ms(self) -> tuple[float, float] | None: ...
+    def fixed(self) -> tuple[float, float, float] | None: ...
     @property
     def facts(self) -> Emulation | None: ...
     @property
@@ -88,9 +89,9 @@ class FixedTiming:
         self._pending: dict[int, _Pending] = {}
 
     @property
-    def fixed_ms(self) -> tuple[float, float]:
+    def fixed(self) -> tuple[float, float, float]:
         """What every latency would be without delays."""
-        return self._ttft_ns / 1e6, self._itl_ns / 1e6
+        return self._ttft_ns / 1e6, self._itl_ns / 1e6, self._jitter_ratio
 
     def submit(self, reply: TimedReply) -> None:
         """Schedules all tokens of `reply`. Submitted late, they are due at once, in order."""
