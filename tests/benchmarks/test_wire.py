@@ -1,4 +1,4 @@
-"""Real proxies in front of the embedded server, by their defaults and mended: benchmarks/wire.py sees what each does."""
+"""Real proxies in front of the embedded server, by default and mended: benchmarks/wire.py sees what each does."""
 
 from __future__ import annotations
 
