@@ -157,6 +157,7 @@ class Table:
     server: dict[int, ServerRecord] = field(default_factory=dict)  # id of a measured request -> what the server says
     answers_ns: dict[int, int] = field(default_factory=dict)  # id of a measured request -> its answer_ns
     models: dict[int, str] = field(default_factory=dict)  # id of a measured request -> another model that answered
+    odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
     def __len__(self) -> int:
@@ -203,6 +204,7 @@ class Table:
             warmup_error=self.warmup_error,
             answers_ns=answers_ns,
             models=models,
+            odd=self.odd,
             tells_pace=self.tells_pace,
         )
 
@@ -258,6 +260,7 @@ _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 DAY_NS = 86_400_000_000_000
 MOST_NS = 30 * DAY_NS  # of a run
 MOST_GAP_US = (1 << 32) - 1
+SLACK_NS = 1_000_000  # that stamps of two clocks, the kernel's and ours, may differ by
 FAR = f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
 MOST_LINE_BYTES = 1 << 26  # of a record: eight million gaps; a packed file may hold a line without end
 GAPS_A_BLOCK = 1 << 19
@@ -289,6 +292,22 @@ def _wrong(record: Record) -> str | None:
     return None
 
 
+def _odd(record: Record) -> str | None:
+    """What a record says that contradicts itself, as the end of a sentence about it; all else can be reported."""
+    first, last, gaps_us = record.first_token_ns, record.last_token_ns, record.itl_us
+    if gaps_us and record.events != len(gaps_us) + 1:
+        return "has more or fewer gaps than its events have between them"
+    if first is None or last is None:
+        return None
+    if gaps_us and abs(1000 * sum(gaps_us) - (last - first)) > SLACK_NS:
+        return "has gaps that do not add up to the time from its first token to its last"
+    if record.headers_ns is not None and record.headers_ns > first + SLACK_NS:
+        return "has its headers after its first token"
+    if isinstance(record.answer_ns, int) and not first - SLACK_NS <= record.answer_ns <= last + SLACK_NS:
+        return "has an answer that does not begin between its first token and its last"
+    return None
+
+
 class _Columns:
     """A table that grows by one record at a time, in any order."""
 
@@ -303,6 +322,7 @@ class _Columns:
         self._server: dict[int, ServerRecord] = {}
         self._answers_ns: dict[int, int] = {}
         self._models: dict[int, str] = {}
+        self._odd: dict[str, tuple[int, int]] = {}
         self._tells_pace = False
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -326,6 +346,9 @@ class _Columns:
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
         self._gap_counts.append(len(record.itl_us))
+        if (odd := _odd(record)) is not None:
+            number, count = self._odd.get(odd, (record.id, 0))
+            self._odd[odd] = (number, count + 1)
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
         if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
@@ -376,6 +399,7 @@ class _Columns:
             server=self._server,
             answers_ns=self._answers_ns,
             models=self._models,
+            odd=self._odd,
             tells_pace=self._tells_pace,
         )
 

@@ -34,6 +34,14 @@ BAD: dict[str, tuple[Record, str]] = {
     "first token before sent": (request(sent_ns=50 * MS, first_token_ns=20 * MS), "'first token' before its 'sent'"),
     "sent before due": (request(scheduled_ns=40 * MS), "'sent' before its 'due'"),
     "done before its last token": (request(done_ns=2 * MS), "'done' before its 'last token'"),
+    "gaps that do not add up": (request(itl_us=[1000, 1000, 1000]), "has gaps that do not add up"),
+    "more gaps than events": (request(events=3), "more or fewer gaps than its events"),
+    "headers after the first token": (request(headers_ns=150 * MS), "its headers after its first token"),
+    "an answer before the first token": (request(answer_ns=50 * MS), "an answer that does not begin between"),
+    "an answer after the last token": (request(answer_ns=500 * MS), "an answer that does not begin between"),
+    "all tokens and more in the first read": (request(first_tokens=9), "more tokens in its first read than in all"),
+    "no token in the first read": (request(first_tokens=0), "more tokens in its first read than in all"),
+    "ok with an error": (request(error="boom"), "ended ok and has an error"),
     "failed before it was sent": (failure(0, "reset", sent=50, done=20), "'done' before its 'sent'"),
 }
 
@@ -49,7 +57,7 @@ def test_records_that_cannot_be(record: Record, why: str) -> None:
 def test_what_can_be(phase: str) -> None:
     records = [request(0, phase=phase), request(1), failure(2, "refused", sent=None, done=5), failure(3, "reset")]
     assert found(records, "CONTRADICTION", requests_planned=4) is None
-    late = request(0, first_token_ns=MS // 2)  # of the kernel's clock, half a millisecond before ours
+    late = request(0, first=0.5)  # of the kernel's clock, half a millisecond before ours
     assert found([late], "CONTRADICTION", requests_planned=1) is None
 
 
@@ -58,6 +66,25 @@ def test_more_than_there_was() -> None:
     assert more is not None and "3 requests are recorded and 2 were planned" in more.message
     twice = found([request()], "CONTRADICTION", clients=2, requests_planned=1, client_processes=1)
     assert twice is not None and "2 client processes wrote their last line and 1 were started" in twice.message
+
+
+def test_a_warm_up_that_is_larger_than_was_asked_for() -> None:
+    records = [*(request(each, phase="warmup") for each in range(3)), request()]
+    more = found(records, "CONTRADICTION", config={"warmup": 2}, requests_planned=1)
+    assert more is not None and "3 requests of the warm-up are recorded and 2 were asked for" in more.message
+    assert found(records, "CONTRADICTION", config={"warmup": 3}, requests_planned=1) is None
+
+
+def test_streamed_replies_without_events() -> None:
+    silent = request(first_token_ns=None, last_token_ns=None, events=0, itl_us=[])
+    streamed = found([silent], "CONTRADICTION", config={"stream": True})
+    assert streamed is not None and "was streamed, and has no event" in streamed.message
+    assert found([silent], "CONTRADICTION", config={"stream": False}) is None
+
+
+def test_a_client_that_says_what_cannot_be() -> None:
+    report = build.build(manifest(), table([request()]), [facts(loop_lag_p50_ms=-1.0)])
+    assert "numbers below zero" in report.verdict.findings[0].message
 
 
 def a_run(directory: Path, **changes: Any) -> Path:
