@@ -8,6 +8,7 @@ import uuid
 import pytest
 
 from backends.protocol import ProtocolError, Told
+from backends.untrusted import MASK, hide
 from loadgen.client.exchange import OTHERS, Names
 
 
@@ -45,6 +46,16 @@ def test_a_reply_with_the_id_of_an_earlier_one_is_none_of_ours(ids: list[str]) -
 )
 def test_ids_that_tell_nothing_apart_are_no_errors(ids: list[str]) -> None:
     taken(ids)
+
+
+def test_a_key_that_a_server_echoes_as_a_name_is_masked() -> None:
+    hide(["sk-0123456789abcdef"])
+    names = Names("m")
+    assert names.take(Told("sk-0123456789abcdef-1", "sk-0123456789abcdef")) == MASK
+    names.take(Told("sk-0123456789abcdef-2"))
+    with pytest.raises(ProtocolError) as error:
+        names.take(Told("sk-0123456789abcdef-2"))
+    assert "0123456789" not in str(error.value)
 
 
 def test_other_models_are_named_and_not_without_end() -> None:

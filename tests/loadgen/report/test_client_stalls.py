@@ -86,7 +86,7 @@ def test_the_clients_loop_keeps_when_it_stood_still() -> None:
         await asyncio.sleep(0.05)
         time.sleep(4 * STALL_NS / 1e9)
         await asyncio.sleep(0.05)
-        health._alarm.close()
+        health.alarm.close()
         return health._stalls
 
     stalls = asyncio.run(stand_still())
