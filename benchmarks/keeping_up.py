@@ -129,7 +129,7 @@ def noisy(seed: int, change: queues.Step | None = None) -> queues.Step:
     return step
 
 
-def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.Estimate | None]:
+def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.Estimate]:
     """What a report tells of the steady window; nothing where there is none."""
     span, _ = steady.find(seen)
     if span is None:
@@ -139,8 +139,7 @@ def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.
     return {
         "tokens/s": steady.spread_rate(seen.first_s, last_s, tokens, span),
         "requests/s": steady.rate(seen.done_s, span),
-        "ttft p50": steady.of_sent(waits_s, seen.sent_s, span, 0.5),
-        "ttft p99": steady.of_sent(waits_s, seen.sent_s, span, 0.99),
+        **steady.of_sent(waits_s, seen.sent_s, span, {"ttft p50": 0.5, "ttft p99": 0.99}),
     }
 
 
@@ -175,7 +174,7 @@ def window(runs: int) -> None:
             print(f"| {slots} | {each} | {100 * sum(map(bool, found)) / runs:g} | {columns(found, true)} |", flush=True)
 
 
-def columns(found: list[dict[str, steady.Estimate | None]], true: dict[str, float]) -> str:
+def columns(found: list[dict[str, steady.Estimate]], true: dict[str, float]) -> str:
     """Of each number: how far off in the mean and at worst, and how often its interval holds the truth."""
     cells = []
     for name, value in true.items():

@@ -96,11 +96,7 @@ def window(
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
         values = metrics.column(measured, name, rules)[seen.rows]
-        estimates = {
-            statistic: steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, share)
-            for statistic, share in STATISTICS.items()
-        }
-        found[name] = {statistic: each for statistic, each in estimates.items() if each is not None}
+        found[name] = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
     return Window(
         from_s=span.from_s,
         to_s=span.to_s,

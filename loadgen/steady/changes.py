@@ -26,6 +26,7 @@ SURE = 45.0  # ratio of variances
 ALIKE = 0.2  # of a batch or its contexts: too little to tell the effect
 LEAST_SLOWER, LEAST_FASTER, LEAST_DRIFT = 0.1, 0.2, 0.03  # of the pace; a drift's over the whole run
 MOST_PROMPTS = 2.0  # times the usual: the first wave of a closed loop would hide a slow start
+ENOUGH = 50_000  # requests
 LEAST_AFTER = 3  # parts: a last one that is slow is chance
 MOST = 5.0  # in logarithms: more is no pace, but parts that nothing else tells apart
 DRIFT_LASTS_MIN = 2.0  # minutes: in less, caches that fill and batches that grow pass for a drift
@@ -48,6 +49,7 @@ def find(seen: Stamps, stalls: Sequence[tuple[float, float]] = ()) -> Change | N
     """stalls: when no stream got anything, seconds of the run."""
     if len(seen.sent_s) < 2 * LEAST_PARTS:
         return None
+    seen = _thinned(seen)
     streamed = bool((seen.last_s > seen.first_s).any())
     from_s = seen.first_s if streamed else seen.sent_s
     edges_s = _edges_s(seen, from_s)
@@ -72,6 +74,18 @@ def find(seen: Stamps, stalls: Sequence[tuple[float, float]] = ()) -> Change | N
         if np.ptp(logs) > ALIKE:
             columns += [logs, logs**2]
     return _told(np.log(held_s[known] / tokens[known]), columns, ((edges_s[:-1] + edges_s[1:]) / 2)[known])
+
+
+def _thinned(seen: Stamps) -> Stamps:
+    """Every so many-th request of a run that has more than enough: a pace is a ratio, and so are its batches."""
+    every = max(1, -(-len(seen.sent_s) // ENOUGH))
+    prompts = seen.prompt_tokens if isinstance(seen.prompt_tokens, float) else seen.prompt_tokens[::every]
+    return Stamps(
+        seen.rows[::every],
+        *(each[::every] for each in (seen.sent_s, seen.first_s, seen.last_s, seen.done_s, seen.tokens)),
+        slots=seen.slots,
+        prompt_tokens=prompts,
+    )
 
 
 def _edges_s(seen: Stamps, from_s: Floats) -> Floats | None:

@@ -16,6 +16,7 @@ replies, of those that were sent a life before its end, since the rest ends in t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -128,7 +129,7 @@ def spread(begin_s: Floats, end_s: Floats, weights: Floats, edges_s: Floats) -> 
     rates = weights / lengths_s
 
     def until(at_s: Floats) -> Floats:
-        order = np.argsort(at_s)
+        order = np.argsort(at_s, kind="stable")  # quick, as requests are about in order
         sums = np.concatenate(([0.0], np.cumsum(rates[order])))
         moments = np.concatenate(([0.0], np.cumsum((rates * at_s)[order])))
         reached = np.searchsorted(at_s[order], edges_s, side="right")
@@ -152,25 +153,35 @@ def spread_rate(begin_s: Floats, end_s: Floats, weights: Floats, span: Span) -> 
     return _estimate(float(per_s.mean()), per_s)
 
 
-def of_sent(values: Floats, sent_s: Floats, span: Span, share: float | None = None) -> Estimate | None:
-    """The percentile `share`, else the mean, of values (n,) of requests that were sent in the window, NaN where one has
-    none; None without any."""
+def of_sent(values: Floats, sent_s: Floats, span: Span, statistics: Mapping[str, float | None]) -> dict[str, Estimate]:
+    """Of values (n,) of requests that were sent in the window, NaN where one has none; empty without any. statistics:
+    of percentiles their shares, of the mean None."""
     known = ~np.isnan(values) & (sent_s >= span.from_s) & (sent_s <= span.to_s)
     inside = values[known]
     if not len(inside):
-        return None
-    value = float(inside.mean() if share is None else np.quantile(inside, share))
-    if not span.blocks:
-        return Estimate(value)
+        return {}
+    ascending, cut = np.sort(inside), max(1, span.blocks)
     block = np.searchsorted(span.edges_s()[1:-1], sent_s[known], side="right")
-    counts = np.bincount(block, minlength=span.blocks).astype(np.float64)
-    if counts.min() < 2:
-        return Estimate(value)
-    if share is None:
-        return _estimate(value, np.bincount(block, weights=inside, minlength=span.blocks) / counts)
-    within = np.bincount(block, weights=inside <= value, minlength=span.blocks).astype(np.float64)
-    bounds = blocks.of_percentile(np.sort(inside), share, counts, within)
-    return Estimate(value, *(bounds or ()))
+    counts = np.bincount(block, minlength=cut).astype(np.float64)
+    found = {}
+    for name, share in statistics.items():
+        value = float(inside.mean() if share is None else _quantile(ascending, share))
+        if not span.blocks or counts.min() < 2:
+            found[name] = Estimate(value)
+        elif share is None:
+            found[name] = _estimate(value, np.bincount(block, weights=inside, minlength=cut) / counts)
+        else:
+            within = np.bincount(block[inside <= value], minlength=cut).astype(np.float64)
+            between = blocks.shares(share, counts, within)
+            bounds = () if between is None else (_quantile(ascending, each) for each in between)
+            found[name] = Estimate(value, *bounds)
+    return found
+
+
+def _quantile(ascending: Floats, share: float) -> float:
+    at = share * (len(ascending) - 1)
+    low = math.floor(at)
+    return float(ascending[low] + (at - low) * (ascending[math.ceil(at)] - ascending[low]))
 
 
 def _estimate(value: float, each: Floats) -> Estimate:

@@ -232,3 +232,20 @@ def test_a_file_that_it_refuses(content: bytes | str, reason: str, loadgen: Load
     )  # fmt: skip
     assert done.code == 3
     assert reason in done.err.splitlines()[-1] and "Traceback" not in done.err.splitlines()[-1]
+
+
+def test_whether_it_kept_up(url: str, loadgen: Loadgen, tmp_path: Path) -> None:
+    """0.6 and 1.6 times what its closed loop gave."""
+    load = ("--input-tokens", "32", "--output-tokens", "uniform:16:48", "--no-calibrate", "--url", url)
+    words = ["run", "--backend", "llamacpp", *load]
+    closed = loadgen(*words, "--concurrency", str(SLOTS), "--requests", "200", "--out", tmp_path / "closed").result()
+    limit_per_s = closed["throughput"]["requests_per_s"]
+    said = {}
+    for ratio in (0.6, 1.6):
+        arrival = f"poisson:{ratio * limit_per_s:.2f}"
+        out = tmp_path / str(ratio)
+        report = loadgen(*words, "--arrival", arrival, "--requests", "400", "--out", out).result()
+        said[ratio] = report["steady"]["keeping_up"]
+    assert said[0.6]["word"] == "kept_up"
+    assert said[1.6]["word"] == "fell_behind"
+    assert said[1.6]["served_per_s"] == pytest.approx(limit_per_s, rel=0.35)  # two cores, and others on them
