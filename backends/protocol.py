@@ -122,7 +122,8 @@ class Decoder(Protocol):
     """Reads one reply body with status 200. Any split of the body into `feed` calls gives the same deltas.
 
     plain: what it recognises need not be fed; None: every event must be read. told: known when the last delta is out,
-    and final; None: nothing was told.
+    and final; None: nothing was told. One that has a method `head` is given the reply's headers before its body, as
+    they came, with whatever was read behind them.
     """
 
     plain: PlainTokens | None

@@ -9,6 +9,7 @@ token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from backends.protocol import (
     Prompt,
     ProtocolError,
     Sampling,
+    ServerRecord,
 )
 from backends.replies import Count, WholeReply, error_message, error_text
 from backends.sse import EventReply
@@ -107,8 +109,31 @@ def _read_whole(kept: Kept | None, body: bytes) -> Delta:
     return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
+_HEADERS = re.compile(rb"^x-(prompt-tokens|queue-time|total-time): *(\d{1,12})\r?$", re.IGNORECASE | re.MULTILINE)
+
+
+class _Whole(WholeReply):
+    """Its headers say how long the prompt was, and what it took in milliseconds."""
+
+    def __init__(self, kept: Kept | None) -> None:
+        super().__init__(partial(_read_whole, kept))
+        self._said: dict[bytes, int] = {}
+
+    def head(self, head: bytes) -> None:
+        fields = _HEADERS.findall(head.partition(b"\r\n\r\n")[0])
+        self._said = {name.lower(): int(value) for name, value in fields}
+
+    def eof(self) -> Sequence[Delta]:
+        (delta,) = super().eof()
+        if delta.error is not None or not self._said:
+            return (delta,)
+        times_us = {name: 1000 * value for name, value in self._said.items()}
+        server = ServerRecord(queue_us=times_us.get(b"queue-time"), e2el_us=times_us.get(b"total-time"))
+        return (msgspec.structs.replace(delta, prompt_tokens=self._said.get(b"prompt-tokens"), server=server),)
+
+
 def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
-    return _Stream(kept) if stream else WholeReply(partial(_read_whole, kept))
+    return _Stream(kept) if stream else _Whole(kept)
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:

@@ -149,6 +149,8 @@ class Connection(asyncio.Protocol):
             self.in_headers = False
             self.payload = None
             self.exchange.headers(status, self.now, _location(self.head) if 300 <= status < 400 else "")
+            if self.exchange.take_head is not None:
+                self.exchange.take_head(self.head)
             self.head = b""
 
     def on_body(self, data: bytes) -> None:

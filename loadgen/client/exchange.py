@@ -124,6 +124,7 @@ class Exchange:
         "session",
         "shared_tokens",
         "status",
+        "take_head",
         "times",
         "turn",
     )  # fmt: skip
@@ -146,6 +147,7 @@ class Exchange:
         self.decoder = decoder
         self.feed = decoder.feed
         self.plain = decoder.plain
+        self.take_head: Callable[[bytes], None] | None = getattr(decoder, "head", None)
         self.on_done = on_done
         self.abort: Callable[[], None] | None = None  # the transport's way to give the connection up
         self.sent_ns = self.headers_ns = self.done_ns = self.last_read_ns = -1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.protocol import Decoder, Delta, Kept, ProtocolError
+from backends.protocol import Decoder, Delta, Kept, ProtocolError, ServerRecord
 from tests.backends.frames import Transcript
 from tests.backends.transcripts import TRANSCRIPTS
 from tests.backends.transcripts_real import Seen, body, tgi
@@ -198,6 +199,15 @@ ASKED = {
     "/v1/chat/completions": "openai-chat",
 }
 TGI = [seen for seen in tgi() if seen.method == "POST" and seen.path in ASKED and "two prompts" not in seen.case]
+
+
+def test_headers_of_a_real_tgi_tell_the_prompt_and_the_times() -> None:
+    (seen,) = (each for each in TGI if each.case == "generate whole, no details")
+    whole: Any = BACKENDS["tgi"].decoder(False)
+    whole.head("".join(f"{name}: {value}\r\n" for name, value in seen.headers.items()).encode() + b"\r\n{x")
+    ((delta,), error) = replay(whole, [seen.reply])
+    assert error is None
+    assert delta.prompt_tokens == 3 and delta.server == ServerRecord(queue_us=0, e2el_us=16_000)
 
 
 @pytest.mark.parametrize("seen", TGI, ids=lambda seen: seen.case)
