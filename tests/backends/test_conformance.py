@@ -12,8 +12,8 @@ from backends.protocol import Backend, Prompt, ProtocolError, Sampling
 
 PROMPT = Prompt(n_tokens=3, token_ids=[101, 15043, 3186], text='Say "hé"\n')
 METRICS = {
-    "ttft_seconds", "itl_seconds", "queue_seconds", "validation_seconds", "prefill_seconds", "inference_seconds", "tpot_seconds",
-    "time_per_token_seconds", "e2el_seconds", "running", "waiting", "paused", "kv_cache_usage_ratio",
+    "ttft_seconds", "itl_seconds", "queue_seconds", "validation_seconds", "prefill_seconds", "inference_seconds",
+    "tpot_seconds", "time_per_token_seconds", "e2el_seconds", "running", "waiting", "paused", "kv_cache_usage_ratio",
     "kv_reserved_tokens", "prompt_tokens", "generation_tokens", "prefix_cache_hits", "prefix_cache_queries",
     "preemptions",
 }  # fmt: skip
