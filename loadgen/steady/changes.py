@@ -80,12 +80,8 @@ def _thinned(seen: Stamps) -> Stamps:
     """Every so many-th request of a run that has more than enough: a pace is a ratio, and so are its batches."""
     every = max(1, -(-len(seen.sent_s) // ENOUGH))
     prompts = seen.prompt_tokens if isinstance(seen.prompt_tokens, float) else seen.prompt_tokens[::every]
-    return Stamps(
-        seen.rows[::every],
-        *(each[::every] for each in (seen.sent_s, seen.first_s, seen.last_s, seen.done_s, seen.tokens)),
-        slots=seen.slots,
-        prompt_tokens=prompts,
-    )
+    sent_s, first_s, last_s, done_s = (each[::every] for each in (seen.sent_s, seen.first_s, seen.last_s, seen.done_s))
+    return Stamps(seen.rows[::every], sent_s, first_s, last_s, done_s, seen.tokens[::every], seen.slots, prompts)
 
 
 def _edges_s(seen: Stamps, from_s: Floats) -> Floats | None:
