@@ -119,6 +119,7 @@ def find(
         *_cold(measured),
         *_stalls(numbers),
         *_keeping_up(numbers),
+        *_speculation(numbers, manifest),
         *_unsteady(numbers),
         *_transient(numbers),
         *_server(numbers),
@@ -684,6 +685,22 @@ def _keeping_up(numbers: Numbers) -> Iterator[Finding]:
             message=f"The server was near its limit, and this run is too short to settle whether it keeps up: {rates}.",
             advice=f"{lower}, or send for several times as long; latencies may be those of a queue that still grew.",
         )
+
+
+def _speculation(numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
+    """Drafts that were guessed of drawn words: how many were accepted says nothing about users' text."""
+    told = numbers.server_requests
+    if told is None or not told.drafted_tokens or manifest.config.get("dataset"):
+        return
+    accepted = told.accepted_tokens or 0
+    yield Finding(
+        code="SPECULATION",
+        severity="warning",
+        message=f"The server accepted {accepted:,} of {told.drafted_tokens:,} drafted tokens "
+        f"({share(accepted, told.drafted_tokens)}) of prompts whose words were drawn: how many it accepts of users' "
+        "text, and so its pace, may be quite another.",
+        advice="Send users' own prompts (--dataset), or measure without speculative decoding.",
+    )
 
 
 def _unsteady(numbers: Numbers) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from backends.protocol import ServerRecord
 from loadgen import rundir
 from loadgen.monitor.server_view import ReplicaStats, ServerStats, ServerView
 from loadgen.report import build, findings, text
@@ -594,6 +595,17 @@ def test_a_server_that_changed_its_pace() -> None:
     )
     assert "TRANSIENT" not in severities(one_at_a_time(2.0), run=run)
     assert "UNSTEADY" not in severities(one_at_a_time(1.0), run=run)
+
+
+def test_speculation_on_drawn_words() -> None:
+    told = {at: ServerRecord(drafted_tokens=30, accepted_tokens=3) for at in range(40)}
+    drawn = replace(small(40), server=told)
+    (finding,) = [
+        each for each in build.build(manifest(), drawn, [facts()]).verdict.findings if each.code == "SPECULATION"
+    ]
+    assert "accepted 120 of 1,200 drafted tokens (10" in finding.message and finding.severity == "warning"
+    assert "SPECULATION" not in severities(drawn, run=manifest(config={"dataset": "users.jsonl"}))
+    assert "SPECULATION" not in severities(small(40))
 
 
 def test_large_numbers_do_not_touch() -> None:
