@@ -92,11 +92,11 @@ class Document:
         findings = [content.Text(text=finding, tone="warning") for finding in self.findings]
         sections = [
             Section(id="findings", title="Findings", blocks=findings),
-            Section(id="measured", title="What was measured, on what", blocks=[self._measured(), *self._facts()]),
             Section(id="tables", title="Tables", blocks=self._tables()),
             *self.charts(directory),
             Section(id="traces", title="Traces", blocks=self._traces(directory) if self.traces else []),
             *map(layout.section, self.after),
+            Section(id="measured", title="What was measured, on what", blocks=[self._measured(), *self._facts()]),
             Section(id="repeat", title="Command, and how to repeat it", blocks=[*repeated(self.argv)]),
         ]
         return content.Page(
