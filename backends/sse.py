@@ -148,7 +148,9 @@ class EventReply(ABC):
         for line in ended:
             if len(line) + len(self._data) > MAX_BYTES:
                 raise ProtocolError(_TOO_LONG)
-            if self._first_line and line:
+            if self._first_line:
+                if not line.strip():
+                    continue
                 self._first_line = False
                 line = line.removeprefix(_BOM)
             if not line:
