@@ -87,7 +87,7 @@ def test_the_clients_loop_keeps_when_it_stood_still() -> None:
         time.sleep(4 * STALL_NS / 1e9)
         await asyncio.sleep(0.05)
         health.alarm.close()
-        return health._stalls
+        return health.stalls
 
     stalls = asyncio.run(stand_still())
     assert any(end - begin >= 3 * STALL_NS for begin, end in stalls)
