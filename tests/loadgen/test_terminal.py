@@ -144,7 +144,7 @@ def test_no_name_fails_in_any_encoding(encoding: str) -> None:
     """The line of JSON stays JSON, and the text has escapes for what a stream cannot hold."""
     name = "组织/é\U0001f600"
     written = f"import sys; from loadgen.terminal import *; open_standard_streams(); say({name!r}); print({name!r}); "
-    written += f"result_line({json.dumps([name], ensure_ascii=False)!r})"
+    written += f"result_line({json.dumps([name], ensure_ascii=False)!r}, unasked='')"
     ended = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-c", written], capture_output=True, check=True,
         env=os.environ | {"PYTHONIOENCODING": encoding},
