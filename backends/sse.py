@@ -137,8 +137,8 @@ class EventReply(ABC):
     def _take(self, data: bytes, deltas: list[Delta]) -> None:
         """Adds the deltas completed by `data` and keeps what is left over."""
         if self._document is None and self._first_line and not self._line.strip():
-            begun = bytes(self._line) + data
-            if begun.lstrip().startswith(b"{"):
+            begun = (bytes(self._line) + data).lstrip()
+            if begun.startswith(b"{"):
                 self._document, data = WholeReply(_no_event), begun
                 self._line.clear()
         if self._document is not None:
