@@ -223,7 +223,7 @@ def write(
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
     turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
-    caches = run_manifest.emulation is not None and run_manifest.emulation.prefix_caching
+    caches = run_manifest.emulation is None or run_manifest.emulation.prefix_caching
     table = record_table(outcomes, shapes, turns, caches=caches)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
     _give_back()

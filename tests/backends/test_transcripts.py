@@ -123,7 +123,7 @@ def test_what_is_said(name: str, stream: bool, body: bytes, said: Kept) -> None:
 
 
 places = st.lists(st.integers(min_value=0, max_value=1 << 20), max_size=12)
-streamed = st.sampled_from([transcript for transcript in TRANSCRIPTS if transcript.stream])
+events = st.sampled_from([each for each in TRANSCRIPTS if each.stream and each.backend != "ollama"])  # which has lines
 
 
 @settings(max_examples=300, deadline=None)
@@ -133,7 +133,7 @@ def test_in_any_reads(transcript: Transcript, places: list[int]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(transcript=streamed, line_end=st.sampled_from([b"\r\n", b"\r"]), places=places)
+@given(transcript=events, line_end=st.sampled_from([b"\r\n", b"\r"]), places=places)
 def test_other_line_ends(transcript: Transcript, line_end: bytes, places: list[int]) -> None:
     body = transcript.body.replace(b"\r\n", b"\n").replace(b"\n", line_end)
     same(replay(decoder_of(transcript), cut(body, places)), transcript)

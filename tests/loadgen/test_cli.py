@@ -323,8 +323,9 @@ def test_server_of_another_kind(
 def test_no_model_server_at_all(
     backend: str, tgi_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shown = f"{'an' if backend.startswith('o') else 'a'} {backend}"
     argv = ["run", "--backend", backend, "--url", tgi_like + "/elsewhere", "--out", str(tmp_path / "r")]
-    assert "404" in one_sentence(argv, 3, capsys, f"does not look like a {backend} server")
+    assert "404" in one_sentence(argv, 3, capsys, f"does not look like {shown} server")
 
 
 def test_no_host_is_not_every_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
