@@ -18,7 +18,7 @@ import lzma
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -265,6 +265,7 @@ FAR = f"a time is more than {MOST_NS / DAY_NS:g} days from the run's start"
 MOST_LINE_BYTES = 1 << 26  # of a record: eight million gaps; a packed file may hold a line without end
 GAPS_A_BLOCK = 1 << 19
 ROWS_A_BLOCK = 1 << 12
+ROWS_SUMMED = 64
 WRITTEN_TOGETHER = 256  # records: of more the numbers would leave the processor's cache
 
 
@@ -285,27 +286,53 @@ def _wrong(record: Record) -> str | None:
         return "its first token and its last do not come in that order"
     answer = None if record.answer_ns is msgspec.UNSET else record.answer_ns
     stamps = (record.scheduled_ns, record.sent_ns, record.headers_ns, first, last, answer, record.done_ns)
-    if any(stamp is not None and abs(stamp) > MOST_NS for stamp in stamps):
-        return FAR
+    for stamp in stamps:
+        if stamp is not None and not -MOST_NS <= stamp <= MOST_NS:
+            return FAR
     if (record.session is msgspec.UNSET) != (record.turn is msgspec.UNSET):
         return "it has only one of session and turn"
     return None
 
 
-def _odd(record: Record) -> str | None:
-    """What a record says that contradicts itself, as the end of a sentence about it; all else can be reported."""
-    first, last, gaps_us = record.first_token_ns, record.last_token_ns, record.itl_us
-    if gaps_us and record.events != len(gaps_us) + 1:
-        return "has more or fewer gaps than its events have between them"
-    if first is None or last is None:
-        return None
-    if gaps_us and abs(1000 * sum(gaps_us) - (last - first)) > SLACK_NS:
-        return "has gaps that do not add up to the time from its first token to its last"
-    if record.headers_ns is not None and record.headers_ns > first + SLACK_NS:
-        return "has its headers after its first token"
-    if isinstance(record.answer_ns, int) and not first - SLACK_NS <= record.answer_ns <= last + SLACK_NS:
-        return "has an answer that does not begin between its first token and its last"
-    return None
+def _spans_us(gaps_us: NDArray[np.uint32], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of each row's gaps (n,). A few rows at a time, since numpy makes wider copies of what it sums up."""
+    spans_us = np.zeros(len(offsets) - 1, np.int64)
+    for row in range(0, len(spans_us), ROWS_SUMMED):
+        begins = offsets[row : row + ROWS_SUMMED + 1]
+        filled = np.flatnonzero(np.diff(begins))
+        if len(filled):
+            part = gaps_us[begins[0] : begins[-1]]
+            spans_us[row + filled] = np.add.reduceat(part, begins[filled] - begins[0], dtype=np.int64)
+    return spans_us
+
+
+Integers = NDArray[np.int64]
+
+
+def _contradictions(
+    columns: Mapping[str, Integers], gaps_us: NDArray[np.uint32], offsets: Integers, answer_ns: Integers
+) -> dict[str, tuple[int, int]]:
+    """What records say that contradicts itself, as the end of a sentence: the first id, and how many. All else of them
+    can be reported. answer_ns: (n,), -1 where the reply has no answer apart from its beginning."""
+    first, last, headers = (columns[name] for name in ("first_token_ns", "last_token_ns", "headers_ns"))
+    counts, came = np.diff(offsets), (first != -1) & (last != -1)
+    spans_us, filled = _spans_us(gaps_us, offsets), counts > 0
+    told = {
+        "has more or fewer gaps than its events have between them": filled & (columns["events"] != counts + 1),
+        "has gaps that do not add up to the time from its first token to its last": came
+        & filled
+        & (np.abs(1000 * spans_us - (last - first)) > SLACK_NS),
+        "has its headers after its first token": came & (headers != -1) & (headers > first + SLACK_NS),
+        "has an answer that does not begin between its first token and its last": came
+        & (answer_ns != -1)
+        & ((answer_ns < first - SLACK_NS) | (answer_ns > last + SLACK_NS)),
+    }
+    found: dict[str, tuple[int, int]] = {}
+    for sentence, holds in told.items():
+        rows = np.flatnonzero(holds)
+        if len(rows):
+            found[sentence] = int(columns["id"][rows[0]]), len(rows)
+    return found
 
 
 class _Columns:
@@ -322,7 +349,6 @@ class _Columns:
         self._server: dict[int, ServerRecord] = {}
         self._answers_ns: dict[int, int] = {}
         self._models: dict[int, str] = {}
-        self._odd: dict[str, tuple[int, int]] = {}
         self._tells_pace = False
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -346,9 +372,6 @@ class _Columns:
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
         self._gap_counts.append(len(record.itl_us))
-        if (odd := _odd(record)) is not None:
-            number, count = self._odd.get(odd, (record.id, 0))
-            self._odd[odd] = (number, count + 1)
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
         if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
@@ -387,6 +410,10 @@ class _Columns:
         for name in _INTEGERS:  # each array is freed as soon as it is put in order
             columns[name] = np.asarray(self._integers.pop(name))[order]
         gaps, offsets = self._ordered_gaps(order)
+        answers_ns = np.full(len(order), -1, np.int64)
+        if self._answers_ns:
+            measured = phase[order] == _PHASE_CODE["measured"]
+            answers_ns[measured] = [self._answers_ns.get(number, -1) for number in columns["id"][measured].tolist()]
         return Table(
             **columns,
             outcome=np.asarray(self._outcome)[order],
@@ -399,7 +426,7 @@ class _Columns:
             server=self._server,
             answers_ns=self._answers_ns,
             models=self._models,
-            odd=self._odd,
+            odd=_contradictions(columns, gaps, offsets, answers_ns),
             tells_pace=self._tells_pace,
         )
 
