@@ -135,14 +135,18 @@ def _pareto(swept: Swept) -> Figure:
 def _pareto_panel(axis: Axes, swept: Swept, throughput: str, front: list[str]) -> None:
     placed = [each for stretch in stretches(swept, INTERACTIVITY, throughput) for each in stretch]
     best = sorted((x, y) for point, x, y in placed if point.value in front)
-    rest = [(x, y) for point, x, y in placed if point.value not in front]
+    rest = [(point.valid, x, y) for point, x, y in placed if point.value not in front]
     axis.plot(
         [x for x, _ in best], [y for _, y in best], marker="o", markersize=5, linewidth=1.6, color=COLOURS[0],
         label="no other point is better in both (Pareto)",
     )  # fmt: skip
-    axis.plot(
-        [x for x, _ in rest], [y for _, y in rest], "x", color=COLOURS[1], label="another point is better in both"
-    )
+    for valid, mark, label in (
+        (True, "x", "another point is better in both"),
+        (False, "o", "INVALID, not to be quoted"),
+    ):
+        x, y = ([each[at] for each in rest if each[0] is valid] for at in (1, 2))
+        if valid or x:
+            axis.plot(x, y, mark, color=COLOURS[1], fillstyle="full" if valid else "none", label=label)
     _name_points(axis, swept, INTERACTIVITY, throughput)
     axis.set_xlim(0, _beyond(axis.dataLim.x1))
     axis.set_ylim(0, _beyond(axis.dataLim.y1))

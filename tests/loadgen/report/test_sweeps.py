@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from loadgen import cli
 from loadgen.report import sweep_figures, sweeps
@@ -165,6 +166,21 @@ def test_the_front_is_what_no_other_point_beats() -> None:
     ]
     nothing = SweptPoint(value="g", runs=[], valid=True, requests_ok=0, requests_failed=0, metrics={})
     assert sweeps.front([*points, nothing], sweeps.BY_TOKENS[0]) == ["a", "b", "d", "f"]
+
+
+def test_invalid_points_look_so_in_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a sweep's three, which would be on the front."""
+    swept = sweeps.read(swept_directory(tmp_path / "s"))
+    points = [msgspec.structs.replace(each, valid=each.value != "4") for each in swept.points]
+    fronts = {name: sweeps.front(points, name) for name in sweeps.BY_TOKENS}
+    drawn: list[Figure] = []
+    monkeypatch.setattr(sweep_figures.figures, "write", lambda figure, path: drawn.append(figure))
+    sweep_figures.draw(tmp_path / "s", msgspec.structs.replace(swept, points=points, pareto=fronts), {})
+    for axis in drawn[1].axes:
+        of = {str(line.get_label()): line for line in axis.lines}
+        ring = of["INVALID, not to be quoted"]
+        assert len(ring.get_xydata()) == 1 and ring.get_fillstyle() == "none"
+        assert len(of["no other point is better in both (Pareto)"].get_xydata()) == 2
 
 
 def test_a_load_that_the_server_fell_behind_is_on_no_front() -> None:
