@@ -76,7 +76,7 @@ test-faults: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m processes $(SAMPLED) --numprocesses auto --dist loadgroup $(IN_FAULTS)
 
 test-runs: $(VENV)/installed-dev
-	-benchmarks/proxies.sh
+	benchmarks/proxies.sh
 	$(BIN)/python -m pytest -m processes $(SAMPLED) --numprocesses auto --dist loadgroup $(addprefix --ignore=,$(IN_FAULTS))
 
 # As many tests at a time as there are cores, each with one thread.
