@@ -160,15 +160,14 @@ class Run:
         wire = None
         if self.config.warmup and self.measures_wire and served.fleet is None:
             wire = await measure(plan, self.say)
-        manifest = self.write_manifest(plan, served, ceiling, wire)
+        self.write_manifest(plan, served, ceiling, wire)
         if self.emulated:
             await asyncio.to_thread(timetable, served.target)  # its counts begin here
         await self._send(plan, served, monitor, watch)
         if self.emulated and (found := await asyncio.to_thread(timetable, served.target)) is not None:
-            manifest = msgspec.structs.replace(manifest, timetable=found)
-            rundir.write_manifest(self.directory, manifest)
+            self._amend(timetable=found)
         if served.managed is not None:
-            await self._inspect(served.managed, manifest)
+            await self._inspect(served.managed)
 
     @contextlib.asynccontextmanager
     async def served(self, *, profiled: bool = False) -> AsyncIterator[Served]:
@@ -286,7 +285,7 @@ class Run:
 
     def write_manifest(
         self, plan: Plan, served: Served, ceiling: Ceiling | None = None, wire: WireFacts | None = None
-    ) -> Manifest:
+    ) -> None:
         """Writes what is measured on what, before anything is sent."""
         manifest = Manifest(
             run_id=plan.job.run_id,
@@ -316,7 +315,6 @@ class Run:
             cluster=served.fleet.facts() if served.fleet is not None else None,
         )
         rundir.write_manifest(self.directory, manifest)
-        return manifest
 
     def _processes(self, plan: Plan, served: Served) -> int:
         """Client processes, of all machines together."""
@@ -380,7 +378,12 @@ class Run:
         except OSError as error:
             self.say(f"note: the workers' records in {self.directory} were not joined: {error.strerror or error}.")
 
-    async def _inspect(self, server: ManagedServer, manifest: Manifest) -> None:
+    def _amend(self, **facts: object) -> None:
+        """Adds what is known only now to the manifest as it is: machines of a cluster have added to it, too."""
+        manifest = rundir.read_manifest(self.directory)
+        rundir.write_manifest(self.directory, msgspec.structs.replace(manifest, **facts))
+
+    async def _inspect(self, server: ManagedServer) -> None:
         """How the server took the load: its death goes into the manifest. One that failed requests gets time to die."""
         from loadgen.server import managed
 
@@ -390,8 +393,7 @@ class Run:
             if ended.log:
                 self.say(managed.quoted(ended.log))
             self.say(str(ended))
-            launch = msgspec.structs.replace(server.facts, ended=str(ended))
-            rundir.write_manifest(self.directory, msgspec.structs.replace(manifest, launch=launch))
+            self._amend(launch=msgspec.structs.replace(server.facts, ended=str(ended)))
         elif failed and (trouble := await server.trouble()):
             self.say(trouble)
 

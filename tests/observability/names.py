@@ -34,6 +34,7 @@ GAUGES = {
     "bench_run_updated_timestamp_seconds",
     "bench_requests_planned",
     "bench_requests_in_flight",
+    "bench_backlog_growth_requests_per_second",
     "bench_measured_seconds",
     "bench_server_requests_running",
     "bench_server_requests_waiting",
