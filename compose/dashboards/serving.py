@@ -35,7 +35,15 @@ LOAD = [
         "Requests by outcome", p.PER_SECOND, Query(q.rate("bench_requests_total", "outcome"), "{{outcome}}"),
         about="Requests that ended, all chosen runs together.", stacked=True,
     ),
-    p.lines("In flight", p.COUNT, q.by_run(q.gauge("bench_requests_in_flight"))),
+    p.lines(
+        "In flight",
+        p.COUNT,
+        q.by_run(q.gauge("bench_requests_in_flight")),
+        Query(
+            q.gauge("bench_backlog_growth_requests_per_second"), "backlog growth {{run_id}}", p.PER_SECOND, right=True
+        ),
+        about="How many more arrive a second than leave stands on the right, while the server falls behind.",
+    ),
     p.lines(
         "Tokens",
         p.PER_SECOND,
