@@ -79,6 +79,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_dir: str | None = None
 
 
+def check_memory_ratio(name: str, settings: Settings, instead: float) -> None:
+    """For a server that needs memory of the GPU besides its share. Raises LaunchError where it is to take all of it."""
+    if settings.memory_ratio >= 1:
+        raise LaunchError(f"{name} takes no --memory-ratio of 1; give less, such as {instead:g}.")
+
+
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
     """What an adapter makes of Settings: arguments and environment of its server, and files to be in `config_dir`."""
 

@@ -25,6 +25,7 @@ from backends.launch import (
     LaunchError,
     Profiler,
     Settings,
+    check_memory_ratio,
 )
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
 from backends.replies import GIVEN_UP, Count, WholeReply, error_message, error_text, given_up
@@ -155,8 +156,7 @@ def invoke(settings: Settings) -> Invocation:
     sleeps, which shows in ttft. CUDA graphs are captured up to its own default, which TGI gets as well. Before 1.1 the
     prompt cache is off unless asked for. Raises LaunchError.
     """
-    if settings.memory_ratio >= 1:
-        raise LaunchError("lightllm takes no --memory-ratio of 1; give less, such as 0.95.")
+    check_memory_ratio("lightllm", settings, 0.95)
     version = settings.version or _NEWEST
     old = version < (1, 2)
     arguments = [

@@ -8,9 +8,10 @@ TensorRT-LLM 1.3.0rc (`commands/serve.py`, `openai_protocol.py`, `metrics/collec
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from backends.identity import PATHS, read_any
-from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Settings, check_memory_ratio
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -31,8 +32,7 @@ def invoke_trtllm(settings: Settings) -> Invocation:
     Its memory ratio is of what is free once the weights are loaded, not of the whole GPU as with the others, so the KV
     cache is smaller by that part of the weights. A request begins when the KV cache has room for all of its tokens.
     """
-    if settings.memory_ratio >= 1:
-        raise LaunchError("trtllm takes no --memory-ratio of 1; give less, such as 0.9.")
+    check_memory_ratio("trtllm", settings, 0.9)
     cache: dict[str, object] = {
         "enable_block_reuse": settings.prefix_caching,
         "free_gpu_memory_fraction": settings.memory_ratio,
@@ -69,8 +69,7 @@ def invoke_trtllm(settings: Settings) -> Invocation:
 
 def invoke_lmdeploy(settings: Settings) -> Invocation:
     """Arguments of `lmdeploy serve api_server`. Its memory ratio is of what is free once the weights are loaded."""
-    if settings.memory_ratio >= 1:
-        raise LaunchError("lmdeploy takes no --memory-ratio of 1; give less, such as 0.9.")
+    check_memory_ratio("lmdeploy", settings, 0.9)
     arguments = [
         settings.model,
         "--model-name", settings.served_name,
@@ -89,16 +88,15 @@ def invoke_lmdeploy(settings: Settings) -> Invocation:
     return Invocation(arguments=(*arguments, *settings.extra), env={} if settings.p2p else WITHOUT_P2P)
 
 
-TRTLLM = Backend(
+# None names an owner of its models that others have not. TensorRT-LLM calls a local one by the end of its path; Dynamo
+# lists none until a worker registers, and its chunk of a token may have no text: its usage counts them.
+_backend = partial(
+    Backend, prompt_kind="token_ids", any_server=True, encode=encode, decoder=decoder, keeper=decoder,
+    error_message=error_message, info_paths=PATHS, read_info=read_any, native=False,
+)  # fmt: skip
+
+TRTLLM = _backend(
     name="trtllm",
-    prompt_kind="token_ids",
-    any_server=True,  # its models have no owner of a known name, and a local one is called by the end of its path
-    encode=encode,
-    decoder=decoder,
-    keeper=decoder,
-    error_message=error_message,
-    info_paths=PATHS,
-    read_info=read_any,
     metrics_path="/prometheus/metrics",  # its /metrics is JSON, and empties what it shows
     server_metrics={
         "ttft_seconds": "trtllm_time_to_first_token_seconds",
@@ -130,19 +128,10 @@ TRTLLM = Backend(
             ),
         ),
     ),
-    native=False,
 )
 
-LMDEPLOY = Backend(
+LMDEPLOY = _backend(
     name="lmdeploy",
-    prompt_kind="token_ids",
-    any_server=True,
-    encode=encode,
-    decoder=decoder,
-    keeper=decoder,
-    error_message=error_message,
-    info_paths=PATHS,
-    read_info=read_any,
     server_metrics={
         "ttft_seconds": "lmdeploy:time_to_first_token_seconds",
         "itl_seconds": "lmdeploy:time_per_output_token_seconds",
@@ -164,19 +153,10 @@ LMDEPLOY = Backend(
         dtypes=("float16", "bfloat16"),
         invoke=invoke_lmdeploy,
     ),
-    native=False,
 )
 
-DYNAMO = Backend(
+DYNAMO = _backend(
     name="dynamo",
-    prompt_kind="token_ids",
-    any_server=True,  # workers register by any name, and its list of models is empty until one does
-    encode=encode,
-    decoder=decoder,  # a chunk of a token may have no text: its usage counts them
-    keeper=decoder,
-    error_message=error_message,
-    info_paths=PATHS,
-    read_info=read_any,
     server_metrics={
         "ttft_seconds": "dynamo_frontend_time_to_first_token_seconds",
         "itl_seconds": "dynamo_frontend_inter_token_latency_seconds",
@@ -185,5 +165,4 @@ DYNAMO = Backend(
         "waiting": "dynamo_frontend_queued_requests",
         "generation_tokens": "dynamo_frontend_output_tokens_total",
     },
-    native=False,
 )

@@ -18,7 +18,15 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as, settings_of
-from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import (
+    GRAPH_BATCH,
+    WITHOUT_P2P,
+    Adapter,
+    Failure,
+    Invocation,
+    Settings,
+    check_memory_ratio,
+)
 from backends.protocol import (
     TOKEN,
     Account,
@@ -226,8 +234,7 @@ def invoke(settings: Settings) -> Invocation:
     Sampling defaults from the model's directory are off: they would change the work between runs. Its own /health is a
     request to the model unless it is told otherwise, and /metrics and the count of cached tokens must be asked for.
     """
-    if settings.memory_ratio >= 1:
-        raise LaunchError("sglang takes no --memory-ratio of 1; give less, such as 0.9.")
+    check_memory_ratio("sglang", settings, 0.9)
     old = settings.version is not None and settings.version < _NEW_GRAPH_FLAGS
     arguments = [
         "--model-path", settings.model,

@@ -17,7 +17,15 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as, settings_of
-from backends.launch import GRAPH_BATCH, WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import (
+    GRAPH_BATCH,
+    WITHOUT_P2P,
+    Adapter,
+    Failure,
+    Invocation,
+    Settings,
+    check_memory_ratio,
+)
 from backends.protocol import (
     TOKEN,
     Account,
@@ -174,8 +182,7 @@ def invoke(settings: Settings) -> Invocation:
     told otherwise, and the fraction is a hard limit for CUDA graphs too, which it does without, and without a word,
     where they find no room: so the fraction stays 1, and the other is the ratio. Raises LaunchError.
     """
-    if settings.memory_ratio >= 1:
-        raise LaunchError("tgi takes no --memory-ratio of 1; give less, such as 0.95.")
+    check_memory_ratio("tgi", settings, 0.95)
     arguments = [
         "--model-id", settings.model,
         "--num-shard", str(settings.tp),

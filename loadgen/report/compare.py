@@ -10,7 +10,6 @@ the output says so. Where all runs of both sides have a steady window, their num
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, aligned, number
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
-from loadgen.steady.blocks import NORMAL_975, Bounds
+from loadgen.steady.blocks import NORMAL_975, Bounds, wilson
 from loadgen.steady.window import Estimate, Span, rate
 
 SCHEMA = "loadgen.compare/1"
@@ -438,15 +437,8 @@ def _failures(a: Table, b: Table) -> Contrast:
     if len(a) == 0 or len(b) == 0:
         return contrast(None, None)
     failed_a, failed_b = (float(1 - table.ok.mean()) for table in (a, b))
-    return of_bounds(failed_a, _wilson(failed_a, len(a)), failed_b, _wilson(failed_b, len(b)))
-
-
-def _wilson(ratio: float, n: int) -> Bounds:
-    """95 % interval of a share (Wilson 1927)."""
-    squared = NORMAL_975**2
-    reach = NORMAL_975 * math.sqrt(ratio * (1 - ratio) / n + squared / (4 * n * n))
-    middle = ratio + squared / (2 * n)
-    return (middle - reach) / (1 + squared / n), (middle + reach) / (1 + squared / n)
+    bounds_a, bounds_b = wilson(failed_a, len(a), NORMAL_975), wilson(failed_b, len(b), NORMAL_975)
+    return of_bounds(failed_a, bounds_a, failed_b, bounds_b)
 
 
 def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None]:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from backends import foreign_files
+from backends.untrusted import UNDECODABLE
 
 MOST_BYTES = 1 << 24  # of a file of results
-UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Listed(NamedTuple):
@@ -65,7 +65,7 @@ def _listed(directory: Path) -> Listed | None:
         return None
     results = _Results()
     if name.endswith(".json"):
-        with contextlib.suppress(*UNREADABLE):
+        with contextlib.suppress(OSError, *UNDECODABLE):
             data = foreign_files.read_bytes(directory / name, directory, MOST_BYTES)
             results = msgspec.json.decode(data, type=_Results)
     valid = results.verdict.valid if results.verdict is not None else None

@@ -317,7 +317,7 @@ def _contradictions(
     first, last, headers = (columns[name] for name in ("first_token_ns", "last_token_ns", "headers_ns"))
     counts, came = np.diff(offsets), (first != -1) & (last != -1)
     spans_us, filled = _spans_us(gaps_us, offsets), counts > 0
-    told = {
+    contradictions = {
         "has more or fewer gaps than its events have between them": filled & (columns["events"] != counts + 1),
         "has gaps that do not add up to the time from its first token to its last": came
         & filled
@@ -328,7 +328,7 @@ def _contradictions(
         & ((answer_ns < first - SLACK_NS) | (answer_ns > last + SLACK_NS)),
     }
     found: dict[str, tuple[int, int]] = {}
-    for sentence, holds in told.items():
+    for sentence, holds in contradictions.items():
         rows = np.flatnonzero(holds)
         if len(rows):
             found[sentence] = int(columns["id"][rows[0]]), len(rows)

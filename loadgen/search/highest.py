@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.steady import keeping_up
+from loadgen.steady.blocks import wilson
 
 ERROR = 0.05  # chance that a probe's verdict is wrong, over all of its looks
 LOOK_GROWTH = 1.25  # each look has so many times the requests of the one before
@@ -249,13 +250,6 @@ def _tested(goal: Goal, late: Floats, look: int) -> VerdictName:
     z = NormalDist().inv_cdf(1 - level / 2)
     low, high = wilson(float((late <= 1).mean()), len(late) / dispersion(late, goal.attain), z)
     return "met" if low > goal.attain else "missed" if high < goal.attain else "unsure"
-
-
-def wilson(share: float, count: float, z: float) -> tuple[float, float]:
-    """The interval of a share that was seen in `count` trials (Wilson, 1927); z: normal quantile of its level."""
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return centre - half, centre + half
 
 
 def dispersion(late: Floats, attain: float) -> float:

@@ -19,7 +19,8 @@ from loadgen import rundir, summary
 from loadgen.report.text import EMULATED, number
 from loadgen.rundir import RunError
 from loadgen.search import objective
-from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer, wilson
+from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer
+from loadgen.steady.blocks import NORMAL_975, wilson
 
 SCHEMA, FILE = "loadgen.search/1", "search.json"
 AxisName = Literal["rate", "concurrency"]
@@ -222,7 +223,7 @@ def met_percent(probe: Probe) -> tuple[float, float] | None:
     """The interval of 95 % of the share of requests that meet the objective; None where none counts."""
     if probe.share is None:
         return None
-    low, high = wilson(probe.share, max(1.0, probe.counted / probe.dispersion), 1.96)
+    low, high = wilson(probe.share, max(1.0, probe.counted / probe.dispersion), NORMAL_975)
     return 100 * max(0.0, low), 100 * min(1.0, high)
 
 

@@ -75,3 +75,10 @@ def of_percentile(ascending: Floats, share: float, counts: Floats, within: Float
         return None
     low, high = np.quantile(ascending, between)
     return float(low), float(high)
+
+
+def wilson(share: float, count: float, z: float) -> tuple[float, float]:
+    """The interval of a share that was seen in `count` trials (Wilson, 1927); z: normal quantile of its level."""
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return centre - half, centre + half

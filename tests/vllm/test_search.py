@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import serve
 
-from loadgen.search.highest import wilson
+from loadgen.steady.blocks import wilson
 
 pytestmark = pytest.mark.vllm
 

@@ -21,8 +21,8 @@ from loadgen.search.highest import (
     highest,
     judge,
     next_probe,
-    wilson,
 )
+from loadgen.steady.blocks import wilson
 from tests.loadgen.search import worlds
 
 GOAL = Goal(attain=0.95)
