@@ -61,12 +61,14 @@ def find(seen: Stamps, stalls: Sequence[tuple[float, float]] = ()) -> Change | N
     lives_s = seen.last_s - from_s
     held_s = spread(from_s[whole], seen.last_s[whole], lives_s[whole], edges_s)
     tokens = spread(from_s[whole], seen.last_s[whole], np.maximum(seen.tokens - streamed, 1.0)[whole], edges_s)
-    known = (tokens > 0) & (held_s > 0)
+    in_batch = spread(from_s, seen.last_s, lives_s, edges_s)
+    made = spread(from_s, seen.last_s, seen.tokens, edges_s)
+    known = (tokens > 0) & (held_s > 0) & (in_batch > 0) & (made > 0)
     if known.sum() < LEAST_PARTS:
         return None
-    in_batch = spread(from_s, seen.last_s, lives_s, edges_s)[known]
+    in_batch = in_batch[known]
     contexts = spread(from_s, seen.last_s, (seen.prompt_tokens + seen.tokens / 2) * lives_s, edges_s)[known] / in_batch
-    prompts = np.histogram(seen.first_s, edges_s)[0][known] / spread(from_s, seen.last_s, seen.tokens, edges_s)[known]
+    prompts = np.histogram(seen.first_s, edges_s)[0][known] / made[known]
     usual = max(float(np.median(prompts)), 1e-9)
     columns = [np.ones(len(in_batch)), np.minimum(prompts / usual, MOST_PROMPTS)]
     for values in (in_batch, np.maximum(contexts, 1.0)):

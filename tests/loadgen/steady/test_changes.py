@@ -82,3 +82,15 @@ def test_of_short_runs_nothing_is_said() -> None:
     assert changes.find(few) is None
     at_s = np.zeros(100)
     assert changes.find(Stamps(np.arange(100), at_s, at_s, at_s, at_s, at_s)) is None
+
+
+def test_parts_in_which_nothing_happens() -> None:
+    """Few short lives far apart: of some parts nothing is known, and no number made of the others is none."""
+    rng = np.random.default_rng(3)
+    with np.errstate(all="raise"):
+        for _ in range(300):
+            n = int(rng.integers(20, 60))
+            sent_s = np.cumsum(rng.exponential(0.025, n))
+            first_s = sent_s + 0.02 + rng.uniform(0, 0.001, n)
+            last_s = first_s + 0.015 + rng.uniform(0, 0.0005, n)
+            assert changes.find(Stamps(np.arange(n), sent_s, first_s, last_s, last_s, np.full(n, 4.0))) is None
