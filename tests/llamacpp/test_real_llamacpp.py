@@ -234,18 +234,25 @@ def test_a_file_that_it_refuses(content: bytes | str, reason: str, loadgen: Load
     assert reason in done.err.splitlines()[-1] and "Traceback" not in done.err.splitlines()[-1]
 
 
-def test_whether_it_kept_up(url: str, loadgen: Loadgen, tmp_path: Path) -> None:
-    """0.6 and 1.6 times what its closed loop gave."""
+@pytest.mark.parametrize(("ratio", "word"), [(0.6, "kept_up"), (1.6, "fell_behind")])
+def test_whether_it_kept_up(ratio: float, word: str, url: str, loadgen: Loadgen, tmp_path: Path) -> None:
+    """A multiple of what its closed loop gave is offered. Others on the machine may halve or double the server's pace
+    meanwhile, which the time that it took by its own clock for a request of the run tells: then once more."""
     load = ("--input-tokens", "32", "--output-tokens", "uniform:16:48", "--no-calibrate", "--url", url)
     words = ["run", "--backend", "llamacpp", *load]
-    closed = loadgen(*words, "--concurrency", str(SLOTS), "--requests", "200", "--out", tmp_path / "closed").result()
-    limit_per_s = closed["throughput"]["requests_per_s"]
-    said = {}
-    for ratio in (0.6, 1.6):
-        arrival = f"poisson:{ratio * limit_per_s:.2f}"
-        out = tmp_path / str(ratio)
-        report = loadgen(*words, "--arrival", arrival, "--requests", "400", "--out", out).result()
-        said[ratio] = report["steady"]["keeping_up"]
-    assert said[0.6]["word"] == "kept_up"
-    assert said[1.6]["word"] == "fell_behind"
-    assert said[1.6]["served_per_s"] == pytest.approx(limit_per_s, rel=0.35)  # two cores, and others on them
+    for attempt in range(4):
+        out = tmp_path / str(attempt)
+        closed = loadgen(*words, "--concurrency", str(SLOTS), "--requests", "200", "--out", f"{out} closed").result()
+        rate_per_s = ratio * closed["throughput"]["requests_per_s"]
+        report = loadgen(*words, "--arrival", f"poisson:{rate_per_s:.2f}", "--requests", "400", "--out", out).result()
+        own_ms = {name: told["mean"] for name, told in report["server_requests"]["metrics"].items()}
+        mean_tokens = report["tokens"]["output"] / report["requests"]["ok"]
+        can_per_s = SLOTS * 1e3 / (own_ms["prefill_ms"] + own_ms["tpot_ms"] * (mean_tokens - 1))
+        if rate_per_s / can_per_s < 0.75 if word == "kept_up" else rate_per_s / can_per_s > 1.2:
+            break
+    else:
+        pytest.fail(f"the server's pace changed in each of {attempt + 1} attempts")
+    said = report["steady"]["keeping_up"]
+    assert said["word"] == word
+    if word == "fell_behind":
+        assert said["served_per_s"] == pytest.approx(can_per_s, rel=0.15)
