@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NOT_SEARCHED = (
     "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "trace",
     "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens", "goodput", "repeat",
-    "dry_run", "calibrate",
+    "dry_run", "calibrate", "stop_when_overloaded",
 )  # fmt: skip
 MOST_CONFIG_BYTES = 1 << 20
 SEARCH = Group("The search", sort_key=0)

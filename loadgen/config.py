@@ -213,8 +213,14 @@ class ClientOptions:
         ),
     ] = False
     stop_when_overloaded: Annotated[
-        bool, _client("End the run, as Ctrl-C does, once the server is seen to fall behind the arrivals.")
-    ] = False
+        bool | None,
+        _client(
+            "End a run early once the server is seen to fall behind the arrivals; of a sweep each such run "
+            "(--no-stop-when-overloaded: none), else none that does not ask for it.",
+            negative="--no-stop-when-overloaded",
+            show_default=False,
+        ),
+    ] = None
     calibrate: Annotated[bool, _client("Measure the client's own ceiling first.", negative="--no-calibrate")] = True
     api_key_env: Annotated[
         str | None, _client("Environment variable that holds the API key; the key is never written or logged.")
@@ -563,8 +569,7 @@ class Config(
             )
         if load.prefix is not None:
             self._check_prefix(load, load.prefix)
-        burst = load.arrival.kind == "burst" and load.trace is None
-        if self.stop_when_overloaded and (burst or load.streams is not None or load.sessions is not None):
+        if self.stop_when_overloaded and not load.keeps_arriving:
             raise ConfigError("--stop-when-overloaded is for requests that arrive at a rate; leave it out.")
         if self.duration is None:
             return

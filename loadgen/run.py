@@ -103,6 +103,7 @@ class Run:
         self.account = Account()
         self.emulated = False
         self._launch: Launch | None = None
+        self._stopped_overloaded = False
 
     def check(self) -> None:
         """Refuses what cannot be measured before anything is started or written: options, dataset, tokenizer, GPUs,
@@ -164,6 +165,8 @@ class Run:
         if self.emulated:
             await asyncio.to_thread(timetable, served.target)  # its counts begin here
         await self._send(plan, served, monitor, watch)
+        if self._stopped_overloaded:
+            self._amend(stopped_overloaded=True)
         if self.emulated and (found := await asyncio.to_thread(timetable, served.target)) is not None:
             self._amend(timetable=found)
         if served.managed is not None:
@@ -351,10 +354,9 @@ class Run:
     def _watched(self, monitor: Monitor, served: Served, load: Load, watch: Progress | None) -> Progress:
         """Shows a person how the run goes, and tells the sidecar what only the clients know."""
         line, remote = ProgressLine(), served.fleet is not None
-        falling, stopped = Falling(load.when if load.sessions is None else ""), False
+        falling = Falling(load.when if load.sessions is None else "")
 
         def watched(clients: list[Snapshot]) -> None:
-            nonlocal stopped
             if watch is not None:
                 watch(clients)
             if clients:  # else no worker has reported anything yet
@@ -364,8 +366,9 @@ class Run:
                 line(clients, drawn, live.falling_per_s)
                 live.stopping, live.drawn = self.stop.number is not None, drawn
                 monitor.progress(live)
-                if self.config.stop_when_overloaded and live.falling_per_s is not None and not stopped:
-                    stopped = True
+                ends = self.config.stop_when_overloaded and not self._stopped_overloaded and self.stop.number is None
+                if ends and live.falling_per_s is not None:
+                    self._stopped_overloaded = True
                     self.say(f"{words(live.falling_per_s)}; the run ends (--stop-when-overloaded)")
                     self.stop.end()
 

@@ -95,6 +95,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefix is not None or self.sessions is not None
 
     @property
+    def keeps_arriving(self) -> bool:
+        """Whether single requests come at times of their own, so that a server may fall behind them."""
+        burst = self.arrival.kind == "burst" and self.trace is None
+        return not (burst or self.streams is not None or self.sessions is not None)
+
+    @property
     def when(self) -> str:
         """The arrivals in a word, as manifests and reports have it."""
         if self.streams is not None:

@@ -243,12 +243,20 @@ def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFac
             message=f"A client process ended without its last line; {lost}, and its lag and CPU are unknown.",
             advice="Take what finished as a hint and run again; stop a run with Ctrl-C, which completes its records.",
         )
-    if interrupted:
+    recorded = f"{len(measured)} requests recorded" + (f" of {planned} planned" if planned is not None else "")
+    if manifest.stopped_overloaded:
+        yield Finding(
+            code="STOPPED_OVERLOADED",
+            severity="invalid",
+            message="The run was stopped once the server was seen to fall behind (--stop-when-overloaded): "
+            f"{recorded}.",
+            advice="Throughput is the server's limit; lower the rate to measure latencies.",
+        )
+    elif interrupted:
         yield Finding(
             code="INTERRUPTED",
             severity="invalid",
-            message=f"The run was stopped early: {len(measured)} requests recorded"
-            + (f" of {planned} planned." if planned is not None else "."),
+            message=f"The run was stopped early: {recorded}.",
             advice="The numbers describe what finished; run to the end for numbers to publish.",
         )
 

@@ -30,6 +30,7 @@ SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 LESSER = tuple(name.removesuffix("ms") for name in METRICS if "schedule" in name or "lag" in name)  # in the JSON alone
 UNFINISHED = ("INTERRUPTED", "KILLED")
+ENDED_EARLY = (*UNFINISHED, "STOPPED_OVERLOADED")
 THROUGHPUT = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
 POOLED = ("ttft_ms", "tpot_ms", "e2el_ms")  # a value a request
 NOTE = "An interval is that of the mean of such runs, one value a run (Student's t): the noise between runs is in it."

@@ -106,6 +106,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     emulation: Emulation | None = None  # what was modelled where no real server ran
     timetable: Timetable | None = None  # what is true of an emulated server's times
     launch: LaunchFacts | None = None  # the server that was started for the run
+    stopped_overloaded: bool = False  # it was ended early, since the server was seen to fall behind
     cluster: ClusterFacts | None = None  # the machines that sent it, where they are several
 
 

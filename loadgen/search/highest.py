@@ -168,22 +168,25 @@ def judge(goal: Goal, seen: Seen, most: float = math.inf) -> Probe | None:
     return _judged(goal, seen, 0.0, most, over=False)
 
 
-def conclude(goal: Goal, seen: Seen, load: float) -> Probe:
-    """What a probe has shown that is over."""
-    probe = _judged(goal, seen, load, math.inf, over=True)
+def conclude(goal: Goal, seen: Seen, load: float, behind_per_s: float | None = None) -> Probe:
+    """What a probe has shown that is over. behind_per_s: the rate at which a server that was seen to fall behind ended
+    requests, where the probe was stopped for that."""
+    probe = _judged(goal, seen, load, math.inf, over=True, behind_per_s=behind_per_s)
     assert probe is not None
     return probe
 
 
-def _judged(goal: Goal, seen: Seen, load: float, most: float, *, over: bool) -> Probe | None:
-    behind = _ended_per_s(seen)
+def _judged(
+    goal: Goal, seen: Seen, load: float, most: float, *, over: bool, behind_per_s: float | None = None
+) -> Probe | None:
+    ended_per_s = _ended_per_s(seen) if behind_per_s is None else behind_per_s
     first, last, life_s = _steady(seen, goal.attain)
     late = seen.late[first:last]
     count = len(late)
     look = 0 if count < FIRST_LOOK else 1 + int(math.log(count / FIRST_LOOK) / math.log(LOOK_GROWTH))
     settled = _is_settled(seen, first, last)
     verdict: VerdictName = "unsure"
-    if behind is not None:
+    if ended_per_s is not None:
         verdict = "falls_behind"
     elif look:
         looked = first + min(count, int(FIRST_LOOK * LOOK_GROWTH ** (look - 1)))
@@ -201,7 +204,7 @@ def _judged(goal: Goal, seen: Seen, load: float, most: float, *, over: bool) -> 
         requests=len(seen.sent_s),
         seconds=float(seen.sent_s[-1]) if len(seen.sent_s) else 0.0,
         life_s=life_s,
-        ended_per_s=behind,
+        ended_per_s=ended_per_s,
         settled=settled,
     )
 

@@ -36,10 +36,11 @@ from loadgen.report.text import number
 from loadgen.run import Run, Served, stoppable
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results
-from loadgen.search.highest import Ended, Guess, Order, Probe, answer, conclude, next_probe
+from loadgen.search.highest import Ended, Guess, Order, Probe, Seen, answer, conclude, next_probe
 from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
 from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
+from loadgen.steady.keeping_up import KeepingUp
 
 ALONE_REQUESTS = 4
 SATURATION_STREAMS, SATURATION_RATIO = 64, 0.6  # what part of a closed loop's throughput is tried first
@@ -211,7 +212,7 @@ class Search:
         limits = tuple(f"{name}:{limit:g}" for name, limit in self.result.options.slo_ms.items())
         config = replace(
             whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
-            **step.options,
+            stop_when_overloaded=step.kind == "probe" and self.result.options.axis == "rate", **step.options,
         )  # fmt: skip
         one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
         made = rundir.create(directory, private=config.dataset is not None)
@@ -269,7 +270,10 @@ class Search:
         over = measured.done_ns[measured.done_ns >= 0]
         stopped_ns = int(measured.scheduled_ns.max(initial=0))
         seen = seen_of(measured, load, slo_ms, stopped_ns)
-        probe = conclude(self.result.options.goal, seen, step.load)
+        behind_per_s = None
+        if rundir.read_manifest(directory).stopped_overloaded:
+            behind_per_s = served_per_s(report.steady.keeping_up if report.steady is not None else None, seen)
+        probe = conclude(self.result.options.goal, seen, step.load, behind_per_s)
         if step.kind != "probe":  # none of a steady state: all count
             met = int((worst(late) <= 1).sum())
             per_s = len(over) / max(1e-9, float(over.max(initial=0)) / 1e9)
@@ -294,6 +298,15 @@ class Search:
             findings=[each.code for each in report.verdict.findings if each.severity == "invalid"],
             unknown=_unknown(late, measured.ok, report.ttft_of_delivery),
         )
+
+
+def served_per_s(found: KeepingUp | None, seen: Seen) -> float:
+    """The rate at which a probe ended requests that was stopped as its server fell behind: as its report says, else
+    over the later half of its time."""
+    if found is not None and found.served_per_s is not None:
+        return found.served_per_s
+    half_s = seen.elapsed_s / 2
+    return float(((seen.done_s > half_s) & (seen.done_s <= seen.elapsed_s)).sum()) / max(half_s, 1e-9)
 
 
 @dataclass(frozen=True)

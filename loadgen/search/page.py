@@ -26,7 +26,7 @@ from loadgen.page.content import (
 )
 from loadgen.report.pages import several
 from loadgen.report.pages.parts import cell
-from loadgen.report.repeats import UNFINISHED
+from loadgen.report.repeats import ENDED_EARLY
 from loadgen.report.text import number
 from loadgen.search import objective, results
 from loadgen.search.highest import answer
@@ -129,7 +129,7 @@ def _row(run: ProbeRun, href: str) -> list[Cell]:
         Number(str(probe.requests), probe.requests),
         Number(f"{probe.seconds:.1f}", probe.seconds),
         f"{worst} {100 * missed[worst]:.1f} %" if worst is not None else "-",
-        ", ".join(code for code in run.findings if code not in UNFINISHED) or "-",  # the search itself ends probes
+        ", ".join(code for code in run.findings if code not in ENDED_EARLY) or "-",  # the search itself ends probes
     ]
 
 

@@ -254,7 +254,10 @@ class SweepOptions(
         rate = value if varied == "rates" else self.rates[0] if self.rates else None
         if rate is not None:
             given["arrival"] = _arrival(given.get("arrival", "poisson"), rate)
-        return Config(**given | {"repeat": 1})
+        config = Config(**given | {"repeat": 1})
+        if config.stop_when_overloaded is None and config.load.keeps_arriving:
+            return dataclasses.replace(config, stop_when_overloaded=True)
+        return config
 
 
 def _arrival(law: str, rate: float) -> str:

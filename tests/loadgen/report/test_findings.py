@@ -343,6 +343,11 @@ def test_interrupted() -> None:
     assert severities(clients=[facts(), stopped], run=manifest(requests_planned=5000)) == {"INTERRUPTED": "invalid"}
 
 
+def test_a_run_that_was_ended_as_its_server_fell_behind() -> None:
+    stopped, run = facts(state="interrupted"), manifest(requests_planned=5000, stopped_overloaded=True)
+    assert severities(clients=[stopped], run=run) == {"STOPPED_OVERLOADED": "invalid"}
+
+
 def test_killed() -> None:
     assert severities(clients=[]) == {"KILLED": "invalid"}
     assert severities(run=manifest(requests_planned=CLEAN + 1)) == {"KILLED": "invalid"}  # one of several workers

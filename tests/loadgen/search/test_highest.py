@@ -152,6 +152,19 @@ def test_falling_behind_bounds_the_answer() -> None:
     assert found.value is not None and 8.0 <= found.value <= 10.0 and found.high < 10.8
 
 
+def test_a_probe_that_was_ended_as_the_server_fell_behind_bounds_the_answer() -> None:
+    """160 requests, all within their limits so far, of which more came than went."""
+    rng = np.random.default_rng(1)
+    sent_s = np.cumsum(rng.exponential(1 / 15, 160))
+    done_s = np.maximum.accumulate(np.maximum(np.arange(160) / 10, sent_s + 0.1))
+    seen = Seen(sent_s=sent_s, done_s=np.where(done_s < 11, done_s, np.inf), late=np.full(160, 0.2), elapsed_s=11.0)
+    assert conclude(GOAL, seen, 15.0).verdict != "falls_behind"
+    behind = conclude(GOAL, seen, 15.0, 10.0)
+    assert behind.verdict == "falls_behind"
+    found = answer(GOAL, Guess(load=12.0), [behind])
+    assert found.value is not None and found.value < 11 and found.high < 14
+
+
 def test_none_where_requests_that_are_alone_miss() -> None:
     probes = [probe(0.05, 40, 3, verdict="missed")]
     ended = next_probe(GOAL, Guess(load=1.0), probes)

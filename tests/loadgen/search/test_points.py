@@ -25,8 +25,24 @@ def test_rates_are_poisson_arrivals_with_seeds_apart() -> None:
     ]  # fmt: skip
     configs = [run.config(Path("d")) for run in runs]
     assert configs[3] == Config(
-        arrival="poisson:20", requests=60, seed=10, goodput=("ttft:5",), out=Path("d/rate-20-run2")
-    )
+        arrival="poisson:20", requests=60, seed=10, goodput=("ttft:5",), out=Path("d/rate-20-run2"),
+        stop_when_overloaded=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({"rates": (2.0, 4.0)}, True),
+        ({"rates": (2.0, 4.0), "stop_when_overloaded": False}, False),
+        ({"input_tokens": (8, 16), "arrival": ("ramp:1:9:5",)}, True),
+        ({"concurrency": (1, 64)}, None),
+        ({"input_tokens": (8, 16)}, None),  # a burst
+        ({"rates": (2.0, 4.0), "sessions": (9,)}, None),
+    ],
+)
+def test_runs_that_fall_behind_end_early_unless_they_are_not_to(options: dict[str, Any], stops: bool | None) -> None:
+    assert {point.load.stop_when_overloaded for point in SweepOptions(**options).points()} == {stops}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,26 @@ def test_a_server_without_metrics_is_probed(tmp_path: Path) -> None:
     assert sorted(run["directory"] for run in swept["runs"]) == ["concurrency-1", "concurrency-4"]
 
 
+def test_a_point_that_falls_behind_ends_early_and_is_kept(tmp_path: Path) -> None:
+    """8 requests in flight of about 0.3 s each: some 24 a second can be served."""
+    out = tmp_path / "s"
+    swept, said = loadgen(
+        "sweep", "--gpu", "h200", "--model", "7b", "--max-running", "8", "--input-tokens", "32", "--output-tokens",
+        "64", *FAST, "--rates", "4", "80", "--duration", "20", "--out", str(out),
+    )  # fmt: skip
+    assert swept["complete"] and said.count("the run ends (--stop-when-overloaded)") == 1
+    low, high = swept["points"]
+    assert (low["fell_behind"], high["fell_behind"]) == (False, True)
+    assert swept["pareto"]["output_tokens_per_s"] == ["4"]
+    report = json.loads((out / "rate-80" / "report.json").read_text())
+    codes = {each["code"] for each in report["verdict"]["findings"]}
+    assert codes >= {"STOPPED_OVERLOADED", "OVERLOADED"} and "INTERRUPTED" not in codes
+    assert report["requests"]["planned"] > sum(report["requests"]["by_outcome"].values())
+    assert report["steady"]["keeping_up"]["served_per_s"] == pytest.approx(24, rel=0.25)
+    again, _ = loadgen("sweep", "--resume", str(out))
+    assert again["starts"] == 1  # nothing was left to do
+
+
 def test_the_server_takes_the_longest_point_also_when_a_short_one_is_first(tmp_path: Path) -> None:
     swept, _ = loadgen(
         "sweep", "--gpu", "h200", "--model", "llama-3.1-8b", *FAST, "--input-tokens", "64", "6000", "--output-tokens",
