@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+import backends
 from backends.untrusted import printable
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, metrics, sessions, sharing, slices
@@ -57,14 +58,14 @@ DELAYED_US = (38_000, 50_000)
 # Of the replies: a client that was late for other reasons has few pauses of just that length; one whose loop is late by
 # LATE_MS (p99) has pauses of any length.
 WAITED_RATIO, LATE_MS = 0.3, 20.0
+# Of events per read: quick ACKs that change less end no delay, and a pause of that length is another's.
+QUICK_CHANGES_EVENTS = 0.25
 NO_DELAY = {
     "tgi": "TGI's router does not, and has no option for it; a proxy before it that does not buffer takes the delay "
     "away (nginx: proxy_buffering off, tcp_nodelay on)",
     "": "HAProxy `option http-no-delay`, nginx `tcp_nodelay on`, a server in Rust at its listener "
     "(axum: `tcp_nodelay(true)`), in Python by its framework",
 }
-# Longer replies come in whole pieces of so many tokens.
-PIECES = {"tgi": 1024}
 # p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
 # p99 of the rest is not the p99 of the load.
 LOST_INVALID_RATIO = 0.01
@@ -107,11 +108,11 @@ def find(
         *_warm_up(table, len(table) - len(measured)),
         *_failures(measured),
         *client_findings.find(numbers, facts),
-        *_events(numbers, measured),
-        *_delayed_acks(numbers, measured),
+        *(acks := list(_delayed_acks(numbers, measured))),
+        *_events(numbers, measured, any(finding.severity == "invalid" for finding in acks)),
         *_goodput(numbers),
         *_other_models(numbers, measured),
-        *_lengths(measured, PIECES.get(numbers.backend)),
+        *_lengths(measured, numbers.backend),
         *_counts(measured),
         *sessions.find(measured),
         *_repeated(measured, manifest),
@@ -332,10 +333,12 @@ def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
     )
 
 
-def _events(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding]:
+    """waited: for ACKs, which is then why beginnings were held back."""
     bent = metrics.bent(measured)
-    yield from _buffered(measured, int(bent.sum()))
-    yield from _held(measured)
+    yield from _buffered(measured, int(bent.sum()), waited)
+    if not waited:
+        yield from _held(measured)
     yield from _at_once(numbers)
     yield from _hidden(measured, metrics.paceless(measured) & ~bent)
     yield from _extra(measured)
@@ -353,8 +356,11 @@ def _left_out(metric: str, those: int, measured: Table) -> str:
     return f"{metric} leaves them out"
 
 
-def _buffered(measured: Table, bent: int) -> Iterator[Finding]:
+def _buffered(measured: Table, bent: int, waited: bool) -> Iterator[Finding]:
     """Something between kept replies, or parts of them, and sent them on in one piece."""
+    why, end = "a proxy holds the stream back, or the server sends it in pieces", PASS_ON
+    if waited:
+        why, end = "they waited for delayed ACKs", "End what DELAYED_ACK names."
     replies = _replies(measured)
     if bent <= FEW_RATIO * replies:
         return
@@ -365,11 +371,11 @@ def _buffered(measured: Table, bent: int) -> Iterator[Finding]:
         code="BUFFERED",
         severity="invalid" if invalid else "warning",
         message=f"{share(bent, replies)} of the replies came in too few reads to show the pace of their tokens{lumps}: "
-        + ("a proxy holds the stream back, or the server sends it in pieces. " if invalid else "")
+        + (f"{why}. " if invalid else "")
         + ("ttft is the time of a delivery, and " if invalid else "")
         + _left_out("tpot and itl", bent, measured)
         + ".",
-        advice=f"{PASS_ON} Where replies are wanted whole, --no-stream measures e2el alone. LOOP_LAG tells whether the "
+        advice=f"{end} Where replies are wanted whole, --no-stream measures e2el alone. LOOP_LAG tells whether the "
         "client was late.",
     )
 
@@ -443,7 +449,8 @@ def _extra(measured: Table) -> Iterator[Finding]:
 def _delayed_acks(numbers: Numbers, measured: Table) -> Iterator[Finding]:
     """The server, or a proxy, waits with small writes for the client's ACK, which its kernel delays."""
     wire, ttft_ms = numbers.wire, numbers.metrics["ttft_ms"].p50 or 0.0
-    waited, replies = _waited_for_acks(measured), _replies(measured)
+    changes = wire is None or wire.events_per_read - wire.events_per_read_quick > QUICK_CHANGES_EVENTS
+    waited, replies = _waited_for_acks(measured) if changes else 0, _replies(measured)
     lag_ms = numbers.client.loop_lag_p99_ms if numbers.client is not None else None
     if wire is not None and wire.waits:
         added_ms = wire.ttft_ms - wire.ttft_quick_ms
@@ -588,7 +595,12 @@ def _is_same(asked: str, named: str) -> bool:
     return ours == theirs
 
 
-def _lengths(measured: Table, piece: int | None) -> Iterator[Finding]:
+def _piece_tokens(backend: str) -> int | None:
+    """Its `Backend.piece_tokens`; None also for one that is not installed here."""
+    return backends.get(backend).piece_tokens if backend in backends.available() else None
+
+
+def _lengths(measured: Table, backend: str) -> Iterator[Finding]:
     for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
@@ -601,6 +613,7 @@ def _lengths(measured: Table, piece: int | None) -> Iterator[Finding]:
         deviation = float(np.abs(counted[known] - requested[known]).sum()) / wanted
         shorter = (wanted - got) / wanted
         severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
+        piece = _piece_tokens(backend)
         yield Finding(
             code=code,
             severity="invalid" if shorter > SHORTER_INVALID_RATIO else severity,

@@ -16,7 +16,13 @@ from time import monotonic_ns
 from servers.serve.http import LAST_CHUNK, Connection, Owner, chunk
 from servers.serve.wire import Headers
 
-HELP = "clean, nagle (small writes wait for the client's ACK), whole (a reply in one piece) or lumps:MS (one every MS)"
+KINDS = {
+    "clean": "each event leaves at once",
+    "nagle": "small writes wait for the client's ACK",
+    "whole": "a reply leaves in one piece",
+    "lumps:MS": "what has come leaves every MS milliseconds",
+}
+HELP = ", ".join(f"{kind} ({does})" for kind, does in KINDS.items())
 
 
 @dataclass(frozen=True)

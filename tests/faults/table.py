@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from servers.serve import between
 from servers.serve.faults import KINDS
-from tests.faults import cases_connections, cases_http, cases_stream, served, truth
+from tests.faults import cases_connections, cases_http, cases_stream, served, truth, wires
 from tests.faults.case import Case, Expected
 from tests.faults.protocols import ALL
 
@@ -38,6 +39,12 @@ def text() -> str:
         "What loadgen makes of each, with `tests/faults/test_served.py` as its test.",
         "",
         *_rows(("kind", "what the server does", "outcome", "beside it"), _served()),
+        "",
+        "## The wires of `loadgen serve --wire`",
+        "",
+        "What a run over each says of itself, with `tests/faults/test_wires.py` as its test.",
+        "",
+        *_rows(("wire", "what lies between", "verdict", "ttft", "tpot and itl", "with `--quick-acks`"), _wires()),
         "",
         "## The truth table",
         "",
@@ -79,6 +86,15 @@ def _served() -> Iterable[tuple[str, ...]]:
             yield f"`{kind}`", does, f"`{want.outcome}`", "; ".join(_beside(want))
         else:
             yield f"`{kind}`", does, "", "its test is `tests/servers/serve/test_faults.py`"
+
+
+def _wires() -> Iterable[tuple[str, ...]]:
+    for kind, does in between.KINDS.items():
+        told = wires.EXPECTED[kind]
+        verdict = f"INVALID, `{told.finding}`" if told.finding else "VALID"
+        ttft = "said to be a delivery's" if told.finding else "right"
+        quick = "" if not told.finding else "VALID, all right" if told.quick else "the same"
+        yield f"`{kind}`", does, verdict, ttft, "right" if told.paced else "undefined", quick
 
 
 def _beside(want: Expected) -> list[str]:

@@ -214,9 +214,9 @@ def test_extra_events() -> None:
     assert severities(hidden(-1)) == {"EXTRA_EVENTS": "invalid"}
 
 
-def wire(ttft_ms: float, waits: bool) -> rundir.Manifest:
+def wire(ttft_ms: float, waits: bool, events_per_read: float = 1) -> rundir.Manifest:
     seen = rundir.WireFacts(
-        ttft_ms=ttft_ms, ttft_quick_ms=10, n=5, waits=waits, events_per_read=1, events_per_read_quick=1
+        ttft_ms=ttft_ms, ttft_quick_ms=10, n=5, waits=waits, events_per_read=events_per_read, events_per_read_quick=1
     )
     return manifest(wire=seen)
 
@@ -229,18 +229,27 @@ def test_delayed_acks() -> None:
     assert severities(run=quick) == {"DELAYED_ACK": "info"}
 
 
-def test_delayed_acks_show_where_nothing_was_measured() -> None:
-    def waited(pause: float, replies: int) -> Table:
-        held = {"first": pause + 50.0, "headers_ns": 50 * 1_000_000, "gaps": (0, 0, 0, *[4] * 8)}
-        return table(
-            request(at, **(held if at < replies else {"first": 51.0, "headers_ns": 50 * 1_000_000, "gaps": [4] * 11}))
-            for at in range(1000)
-        )
+def waited(pause: float, replies: int) -> Table:
+    """So many replies whose first tokens came so long after the headers, and in one read."""
+    held = {"first": pause + 50.0, "headers_ns": 50 * 1_000_000, "gaps": (0, 0, 0, *[4] * 8)}
+    return table(
+        request(at, **(held if at < replies else {"first": 51.0, "headers_ns": 50 * 1_000_000, "gaps": [4] * 11}))
+        for at in range(1000)
+    )
 
+
+def test_delayed_acks_show_where_nothing_was_measured() -> None:
     assert severities(waited(41, 400))["DELAYED_ACK"] == "invalid"
     assert "DELAYED_ACK" not in severities(waited(41, 200))
     assert "DELAYED_ACK" not in severities(waited(30, 1000))  # so late by itself, and a client that read late
     assert "DELAYED_ACK" not in severities(waited(41, 400), [facts(loop_lag_p99_ms=25.0)])
+
+
+def test_one_cause_is_named_for_beginnings_that_were_held_back() -> None:
+    codes = {"DELAYED_ACK", "BUFFERED"}
+    assert severities(waited(41, 1000)).keys() & codes == {"DELAYED_ACK"}
+    assert severities(waited(41, 1000), run=wire(42, waits=False, events_per_read=2)).keys() & codes == {"DELAYED_ACK"}
+    assert severities(waited(41, 1000), run=wire(42, waits=False)).keys() & codes == {"BUFFERED"}  # quick ACKs end none
 
 
 def test_failed_requests() -> None:

@@ -1,18 +1,14 @@
-"""Wires that bend times: what they are, which pieces they send, and what loadgen makes of runs over them."""
+"""Wires that bend times: what they are, and which pieces they send."""
 
 from __future__ import annotations
 
-import json
 import math
 import socket
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from servers.serve import between
-from tests.loadgen.screen import LOADGEN
 from tests.servers.reader import Running, http_request, running
 
 TOKENS = 12
@@ -30,7 +26,7 @@ def test_wires() -> None:
     "text", ["", "Nagle", "lumps", "lumps:", "lumps:0", "lumps:-1", "lumps:nan", "lumps:inf", "whole:3"]
 )
 def test_what_is_no_wire(text: str) -> None:
-    with pytest.raises(ValueError, match="is no wire; use clean, nagle"):
+    with pytest.raises(ValueError, match=r"is no wire; use clean .*, nagle"):
         between.read(text)
 
 
@@ -59,34 +55,3 @@ def test_lumps_hold_what_came_meanwhile(tmp_path: Path) -> None:
     assert head.startswith(b"HTTP/1.1 200")
     counts = [lump.count(b'"text"') for lump in lumps]
     assert sum(counts) == TOKENS and len(counts) < TOKENS / 2
-
-
-def measured(url: str, out: Path, *more: str) -> Any:
-    words = [
-        "run",
-        "--backend",
-        "openai",
-        "--url",
-        url,
-        "--requests",
-        "12",
-        "--concurrency",
-        "1",
-        "--input-tokens",
-        "8",
-    ]
-    words += ["--output-tokens", "24", "--warmup", "1", "--no-calibrate", "--out", str(out), *more]
-    done = subprocess.run([*LOADGEN, *words], capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 4), done.stderr
-    return json.loads((out / "report.json").read_text())
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("wire", ["whole", "lumps:40"])
-def test_what_a_proxy_keeps_is_told(tmp_path: Path, wire: str) -> None:
-    with running(tmp_path, "openai", ttft_ms=10, itl_ms=5, wire=wire) as server:
-        report = measured(server.server.url, tmp_path / "run", "--goodput", "tpot:50")
-    assert not report["verdict"]["valid"]
-    assert "BUFFERED" in {finding["code"] for finding in report["verdict"]["findings"]}
-    assert report["metrics"]["tpot_ms"]["n"] == report["metrics"]["itl_ms"]["n"] == 0
-    assert report["goodput"]["request_goodput"] is None and report["ttft_of_delivery"]
