@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from loadgen.search.objective import METRICS
+from loadgen.steady.keeping_up import Flow, KeepingUp, judge
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
 from servers.simulator.engine import Engine, place_s
@@ -141,12 +142,14 @@ def trace_rate(load: Load) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run. missed: the limit that it did not keep. percentiles: seconds by metric, NaN where there are none.
-    in_flight: most at once."""
+    """One run. missed: the limit that it did not keep; THROUGHPUT where the server fell behind, as the report of a run
+    judges it. percentiles: seconds by metric, NaN where there are none. in_flight: most at once. keeping_up: of a run
+    that missed no limit."""
 
     missed: str | None
     percentiles: dict[str, float]
     in_flight: int
+    keeping_up: KeepingUp | None = None
 
 
 @uncollected()
@@ -154,6 +157,7 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
     """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
     `settled_s` are served and not judged: the server is not yet as full as it will be."""
     sent_s: list[float] = []
+    times_s: dict[int, tuple[float, float]] = {}
     values: dict[str, list[float]] = {name: [] for name in METRICS}
     may_miss = 1 - limits.percentile / 100
     judged = ended = missed_any = most = 0
@@ -168,6 +172,7 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
     def end(sequence: Sequence, first_s: float, last_s: float) -> None:
         nonlocal ended, lives_s
         sent = sent_s[sequence.index]
+        times_s[sequence.index] = first_s, last_s
         ended += 1
         lives_s += last_s - sent
         if sent < settled_s:
@@ -198,8 +203,18 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
         engine.advance(math.inf)
     except _Missed as reason:
         missed = str(reason)
+    flow = Flow(*np.asarray([(sent_s[number], *times_s[number]) for number in sorted(times_s)]).reshape(-1, 3).T)
     percentiles = {name: _percentile(each, limits.percentile) for name, each in values.items()}
-    return Trial(missed=missed, percentiles=percentiles, in_flight=most)
+    return _kept_up(Trial(missed=missed, percentiles=percentiles, in_flight=most), flow, demand, rate)
+
+
+def _kept_up(seen: Trial, flow: Flow, demand: Demand, rate: float) -> Trial:
+    """A run that missed no limit, with whether its server kept up with the arrivals."""
+    if seen.missed is not None:
+        return seen
+    found = judge(flow if demand.load.trace is not None else flow._replace(rate_per_s=rate))
+    missed = THROUGHPUT if found.word == "fell_behind" else None
+    return replace(seen, missed=missed, keeping_up=found)
 
 
 def replying(emulated: Emulated, end: Callable[[Sequence, float, float], None]) -> Engine:
@@ -237,7 +252,15 @@ def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: floa
     percentiles = {name: _percentile(each, limits.percentile) for name, each in served.items()}
     ends = sorted((at_s, change) for each in bounds(outcomes) for at_s, change in ((each[0], 1), (each[2], -1)))
     in_flight = np.cumsum([change for _, change in ends]).max(initial=0)
-    return Trial(missed=missed, percentiles=percentiles, in_flight=int(in_flight))
+    ends_s = np.zeros(count)
+    np.maximum.at(
+        ends_s,
+        [turns.place(each.index)[0] for each in outcomes],
+        [each.times_s[-1] if each.times_s else each.sent_s for each in outcomes],
+    )
+    begins_s = np.asarray([arrivals[int(first)].at_s for first in turns.first[:-1]])
+    seen = Trial(missed=missed, percentiles=percentiles, in_flight=int(in_flight))
+    return _kept_up(seen, Flow(begins_s, begins_s, np.maximum(ends_s, begins_s)), demand, rate)
 
 
 def _took(outcome: Outcome) -> tuple[float, float, float]:
@@ -312,7 +335,8 @@ class SizedServer:
         while high >= least and (missed := self.at(low).missed) is not None:
             high, bound = low, missed
             if low * self._demand.turns_each * self._alone_s < LONELY:
-                raise NotMet(f"{bound} is missed even at {low:.2g} {what}, where most requests are alone")
+                why = "it falls behind" if bound == THROUGHPUT else f"{bound} is missed"
+                raise NotMet(f"{why} even at {low:.2g} {what}, where most requests are alone")
             low /= 2
         if high < least:
             raise NotMet(

@@ -128,6 +128,7 @@ def _row(row: Row, plan: Plan) -> dict[str, object]:
         "share_per_s": plan.demand.rate / row.servers,
         "share_percentiles_ms": percentiles,
         "share_in_flight": row.trial.in_flight,
+        "share_keeping_up": None if row.trial.keeping_up is None else row.trial.keeping_up.word,
         "held_out_runs": len(held_out),
         "held_out_off_percent": {what: {"median": usual, "worst": worst} for what, (usual, worst) in off.items()},
         "notes": list(facts.notes),
@@ -209,7 +210,8 @@ def _legend(plan: Plan) -> str:
         f"{_each(demand.what)}: the highest rate at which one server keeps the limits, and what is in the way of "
         f"more{_sureness(plan)}. Latencies and requests in flight: predicted at one server's share of the load; each "
         f"p{percentile:g} is of at least {fewest} requests, {beyond} of them beyond it{few}. e2el was off by: median "
-        "of the real runs on that GPU, with weights in that format, that were kept aside."
+        "of the real runs on that GPU, with weights in that format, that were kept aside. Limited by throughput: at a "
+        "higher rate the server falls behind."
     )
 
 
@@ -273,6 +275,7 @@ def _reliability(plan: Plan) -> Iterator[str]:
     yield f"Software: {profile.source or profile.scheduler + ', as calibrated'}{where}."
     for gpu in gpus:
         yield f"Operators of {gpu}, how far off: {hardware.find(gpu).error}."
+    yield from _near_limits(plan)
     yield from _notes(plan.rows)
 
 
@@ -292,6 +295,14 @@ def _held_out_lines(plan: Plan) -> Iterator[str]:
             for name, gpus in unknown.items()
         ]
         yield f"Held out: none measured {'; '.join(places)}: nobody knows how far off those rows are."
+
+
+def _near_limits(plan: Plan) -> Iterator[str]:
+    """Rows of which a short run cannot settle whether their servers keep up."""
+    near = [row for row in plan.rows if row.trial.keeping_up is not None and row.trial.keeping_up.word == "near_limit"]
+    if near:
+        names = "; ".join(_name(row.candidate, plan) for row in near)
+        yield f"Near its limit, not settled in this run: {names}. A longer run (--requests) settles it."
 
 
 def _notes(rows: list[Row]) -> Iterator[str]:

@@ -58,6 +58,21 @@ def test_turns_and_not_thinking_fill_a_server() -> None:
     assert quick.at(4.0).missed is None and slow.at(4.0).missed is None
 
 
+@pytest.mark.parametrize(
+    ("load", "beyond"),
+    [(Config(requests=4000, input_tokens=200, output_tokens=40).load, 2.0), (sessions(2000, 2, 0.1), 2.5)],
+    ids=["requests", "sessions"],
+)
+def test_a_server_that_falls_behind_will_not_do_however_loose_the_limits(load: Load, beyond: float) -> None:
+    few = emulate(Hardware(gpu="h200", prefix_caching="on", max_running=8).setup("vllm", "llama-3-8b", 8192))
+    sized = SizedServer(few, Demand(rate=1.0, load=load, requests=800), Limits(seconds={"e2el": 1e9}))
+    slow, fast = sized.at(0.6 * sized.capacity), sized.at(beyond * sized.capacity)
+    assert slow.missed is None and slow.keeping_up is not None and slow.keeping_up.word == "kept_up"
+    assert fast.missed == "throughput" and fast.keeping_up is not None
+    assert fast.keeping_up.word == "fell_behind"
+    assert fast.keeping_up.served_per_s == pytest.approx(sized.capacity, rel=0.35)  # that is of a burst, drain and all
+
+
 def test_a_run_of_sessions_is_full_before_it_is_judged() -> None:
     """Twice as many of the same sessions a second: about twice as many requests in flight."""
     demand = Demand(rate=1.0, load=sessions(200, 4, 2.0), requests=800)
