@@ -24,7 +24,7 @@ from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers, Window
 from loadgen.report.text import number
-from loadgen.rundir import Manifest, contradictions, pace
+from loadgen.rundir import Manifest, contradictions, groups, pace
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table
@@ -34,10 +34,7 @@ from loadgen.steady import flows, keeping_up
 # and the spread of itl are made by reading, not by the server.
 MERGED_READS_INFO_RATIO = 0.005
 MERGED_READS_WARNING_RATIO = 0.05
-# A server that sends a token a step has under one such gap in a thousand (vLLM on an H200); of one whose HTTP process
-# is late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of microseconds, and itl is then no token's time.
-GROUPED_GAP_US, GROUPED_GAP_RATIO = 1000, 0.1  # shorter than this, and than this share of the mean gap
-GROUPED_RATIO = 0.1
+GROUPED_RATIO = 0.1  # of the gaps, those within groups
 # A server may hold back a token of an unfinished character now and then; more than this is merging.
 MERGED_EVENTS_RATIO = 0.01
 # A client that was late may have read a reply at once; when half of all replies are like that, it is the wire.
@@ -159,8 +156,9 @@ def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
 
 def is_delivery(measured: Table) -> bool:
     """Whether ttft is the time of a delivery: most replies, or their beginnings, came in too few reads to show their
-    first token."""
-    return _are_deliveries(int((metrics.bent(measured) | metrics.held(measured)).sum()), measured)
+    first token, or on a clock."""
+    few_reads = metrics.bent(measured) | metrics.held(measured)
+    return _are_deliveries(int(few_reads.sum()), measured) or groups.clock_us(measured) is not None
 
 
 def _are_deliveries(bent: int, measured: Table) -> bool:
@@ -336,9 +334,12 @@ def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
 def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding]:
     """waited: for ACKs, which is then why beginnings were held back."""
     bent = metrics.bent(measured)
-    yield from _buffered(measured, int(bent.sum()), waited)
+    few_reads = int(bent.sum())
+    yield from _buffered(measured, few_reads, waited)
     if not waited:
         yield from _held(measured)
+        if not _are_deliveries(few_reads, measured):
+            yield from _clocked(measured)
     yield from _at_once(numbers)
     yield from _hidden(measured, metrics.paceless(measured) & ~bent)
     yield from _extra(measured)
@@ -391,6 +392,20 @@ def _held(measured: Table) -> Iterator[Finding]:
             "read, which took their server a good part of ttft: a proxy holds the beginning of the stream back. ttft "
             "is the time of a delivery; tpot is right.",
             advice=f"{PASS_ON} LOOP_LAG tells whether the client was late.",
+        )
+
+
+def _clocked(measured: Table) -> Iterator[Finding]:
+    """Something between let go of events on a timer, whatever had come."""
+    period_us = groups.clock_us(measured)
+    if period_us is not None:
+        yield Finding(
+            code="BUFFERED",
+            severity="invalid",
+            message=f"Reads came {period_us / 1000:.3g} ms apart, whether they brought one event or several: a proxy "
+            "or the server lets go of events on a timer. ttft is the time of a delivery, late by up to a period; itl "
+            "cannot be known; tpot is wrong by a period over a reply at most.",
+            advice=PASS_ON,
         )
 
 
@@ -508,7 +523,7 @@ def _reads(numbers: Numbers, measured: Table) -> Iterator[Finding]:
             advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
         )
     if gaps:
-        shortest_us = min(GROUPED_GAP_US, GROUPED_GAP_RATIO * float(measured.itl_us.mean()))
+        shortest_us = groups.short_us(measured)
         grouped = sum(int(np.count_nonzero(part.itl_us < shortest_us)) for part in measured.blocks()) - zero
         if grouped > GROUPED_RATIO * gaps:
             bad = _groups_matter(numbers, measured, shortest_us)
@@ -526,7 +541,7 @@ def _reads(numbers: Numbers, measured: Table) -> Iterator[Finding]:
 
 def _groups_matter(numbers: Numbers, measured: Table, shortest_us: float) -> bool:
     """Whether nearly all events came in groups that move ttft, or tpot, by more than is allowed."""
-    short = groups = several = 0
+    short = began = several = 0
     pauses_us = 0.0
     for part in measured.blocks():
         is_short = part.itl_us < shortest_us
@@ -534,14 +549,14 @@ def _groups_matter(numbers: Numbers, measured: Table, shortest_us: float) -> boo
         begins = part.itl_offsets[:-1]
         after_short[begins[begins < len(is_short)]] = False
         short += int(is_short.sum())
-        groups += len(is_short) - int(is_short.sum()) + int((part.events > 0).sum())
+        began += len(is_short) - int(is_short.sum()) + int((part.events > 0).sum())
         several += int((is_short & ~after_short).sum())
         pauses_us += float(part.itl_us[~is_short].sum())
     gaps, ttft_ms = len(measured.itl_us), numbers.metrics["ttft_ms"].p50
-    if short < pace.BENT_RATIO * gaps or several < pace.SEVERAL_RATIO * groups or short == gaps or not ttft_ms:
+    if short < pace.BENT_RATIO * gaps or several < pace.SEVERAL_RATIO * began or short == gaps or not ttft_ms:
         return False
     waited_ms = (pauses_us / (gaps - short) - float(measured.itl_us.mean())) / 1000
-    in_group, in_reply = (gaps + _replies(measured)) / groups, gaps / _replies(measured)
+    in_group, in_reply = (gaps + _replies(measured)) / began, gaps / _replies(measured)
     return waited_ms > GROUPED_INVALID_RATIO * ttft_ms or in_group - 1 > GROUP_INVALID_RATIO * in_reply
 
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from loadgen.rundir import pace
+from loadgen.rundir import groups, pace
 from loadgen.rundir.records import Table
 
 METRICS = (
@@ -166,7 +166,8 @@ def held(table: Table) -> NDArray[np.bool_]:
 def _pooled_gaps(table: Table) -> Distribution:
     """Every gap between neighbouring events of the ok requests, each one sample; none where most are made by reads."""
     without = bent(table)
-    return _NO_GAPS if is_unknown(without, table) else _gaps(table, without)
+    made_between = is_unknown(without, table) or groups.clock_us(table) is not None
+    return _NO_GAPS if made_between else _gaps(table, without)
 
 
 def _gaps(table: Table, without: NDArray[np.bool_]) -> Distribution:
@@ -374,7 +375,7 @@ def good_count(measured: Table, slos_ms: Mapping[str, float], convention: Conven
     ValueError."""
     count = int(good(measured, slos_ms, convention).sum())
     unknown = ("tpot" in slos_ms and is_unknown(paceless(measured), measured)) or (
-        "ttft" in slos_ms and is_unknown(bent(measured), measured)
+        "ttft" in slos_ms and (is_unknown(bent(measured), measured) or groups.clock_us(measured) is not None)
     )
     return None if unknown and convention.name == "loadgen" else count
 

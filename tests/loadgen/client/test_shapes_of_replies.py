@@ -143,6 +143,8 @@ def lumped(events: Events, every: int, apart_ms: float) -> Events:
         (held_until(4, [*tokens(), *end()]), "BUFFERED"),
         (lumped([*tokens(), *end()], 5, 0.05), "GROUPED_EVENTS"),
         (lumped([*tokens(), *end()], 5, 0.5), "GROUPED_EVENTS"),
+        (lumped([*tokens(), *end()], 2, 1.2), "GROUPED_EVENTS"),
+        (lumped([*tokens(), *end()], 5, 1.0), "GROUPED_EVENTS"),
         (lumped([*tokens(), *end()], 99, 0.05), "BUFFERED"),
         (lumped([*tokens(), *end()], 99, 0.2), "BUFFERED"),
     ],

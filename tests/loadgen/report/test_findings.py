@@ -170,8 +170,8 @@ def test_grouped_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert severities(grouped(0.1, 37)) == {}
     assert severities(grouped(0.11, 37)) == {"GROUPED_EVENTS": "warning"}
-    assert severities(grouped(0.5, 999)) == {"GROUPED_EVENTS": "warning"}
-    assert severities(grouped(0.5, 1000)) == {}
+    assert severities(grouped(0.5, 1499)) == {"GROUPED_EVENTS": "warning"}
+    assert severities(grouped(0.5, 1600)) == {}
     assert severities(grouped(0.5, 0)) == {"MERGED_READS": "warning"}  # and not both
     quick = replace(clean(), itl_us=np.full_like(clean().itl_us, 300))
     assert severities(quick) == {}  # a token may take that long
