@@ -32,6 +32,7 @@ class Shape:
 
     `law` (constant or poisson) is for a client that offers both; the others send at a constant rate. `trace`: a file in
     Mooncake's format, with `requests` lines, that loadgen plays instead; lengths and rate are then its means.
+    `concurrency`: of vllm and guidellm, so many at a time in place of a burst.
     """
 
     requests: int
@@ -42,6 +43,7 @@ class Shape:
     law: str = "constant"
     input_tokens: int = 512
     trace: str | None = None
+    concurrency: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -74,7 +76,8 @@ class Reported:
     """What a client says. Arrays are over requests (n,) but for `gaps_ms` (all gaps, flat).
 
     ids: the X-Request-Id that the server saw. sent_ns and arrivals_ns (one array a request): monotonic clock.
-    send_lag_ms: how late it sent by its own account.
+    send_lag_ms: how late it sent by its own account. tpot_ms: likewise its time per token after the first, of each
+    request or of the median one.
     """
 
     ttft_ms: Floats
@@ -84,6 +87,7 @@ class Reported:
     sent_ns: NDArray[np.int64] | None = None
     arrivals_ns: list[NDArray[np.int64]] | None = None
     send_lag_ms: Floats | None = None
+    tpot_ms: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -189,20 +193,24 @@ _SGLANG_RUST = (
 def _vllm(work: Work) -> list[str]:
     shape = work.shape
     rate = [] if shape.rate_per_s is None else ["--request-rate", f"{shape.rate_per_s:g}", "--burstiness", "inf"]
+    at_once = [] if shape.concurrency is None else ["--max-concurrency", str(shape.concurrency)]
     return [
         str(VLLM_PYTHON), "-c", _VLLM_BENCH, "--backend", "openai", "--base-url", work.url,
         "--endpoint", "/v1/completions", "--model", work.model, "--tokenizer", str(work.tokenizer),
         "--dataset-name", "random", "--random-input-len", str(shape.input_tokens),
         "--random-output-len", str(shape.output_tokens), "--num-prompts", str(shape.requests),
         "--ignore-eos", "--temperature", "0", "--disable-tqdm", "--save-result", "--save-detailed",
-        "--result-dir", str(work.directory), "--result-filename", "result.json", *rate,
+        "--result-dir", str(work.directory), "--result-filename", "result.json", *rate, *at_once,
     ]  # fmt: skip
 
 
 def _read_vllm(directory: Path) -> Reported:
     result = json.loads((directory / "result.json").read_text())
     sent_ns = (np.array(result["start_times"]) * 1e9).astype(np.int64)  # perf_counter is the monotonic clock on Linux
-    return Reported(np.array(result["ttfts"]) * 1e3, _flat(result["itls"], 1e3), result["duration"], sent_ns=sent_ns)
+    return Reported(
+        np.array(result["ttfts"]) * 1e3, _flat(result["itls"], 1e3), result["duration"], sent_ns=sent_ns,
+        tpot_ms=np.array([result["median_tpot_ms"]]),
+    )  # fmt: skip
 
 
 def _sglang(work: Work) -> list[str]:
@@ -254,6 +262,8 @@ def _guidellm(work: Work) -> list[str]:
     profile = f"kind=throughput,max_concurrency={shape.requests}"
     if shape.rate_per_s is not None:
         profile = f"kind=constant,rate={shape.rate_per_s:g}"
+    if shape.concurrency is not None:
+        profile = f"kind=concurrent,streams={shape.concurrency}"
     return [
         str(PEERS / "guidellm/bin/guidellm"), "run",
         "--backend", f"kind=openai_http,target={work.url},model={work.model},request_format=/v1/completions",
@@ -267,7 +277,10 @@ def _guidellm(work: Work) -> list[str]:
 def _read_guidellm(directory: Path) -> Reported:
     benchmark = json.loads((directory / "result.json").read_text())["benchmarks"][0]
     rows = benchmark["requests"]["successful"]
-    return Reported(np.array([row["time_to_first_token_ms"] for row in rows]), None, benchmark["duration"])
+    ttft_ms, tpot_ms = (
+        np.array([row[name] for row in rows]) for name in ("time_to_first_token_ms", "inter_token_latency_ms")
+    )
+    return Reported(ttft_ms, None, benchmark["duration"], tpot_ms=tpot_ms)
 
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}

@@ -19,3 +19,4 @@ bash tests/vllm/install.sh
 install sglang --no-deps sglang==0.5.23 # the Rust client is one extension module; the rest needs a GPU stack
 install aiperf aiperf==0.13.0
 install guidellm --constraint tests/vllm/constraints-torch.txt torch guidellm==0.8.1
+install sglang-router sglang-router==0.3.2 # no client: benchmarks/wire.py measures through it

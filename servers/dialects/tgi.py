@@ -19,13 +19,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from servers.schedulers.tgi import PIECE_TOKENS, reply_tokens
 from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series
 from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "3.3.7"
 BOS_TOKENS = 1
-PIECE_TOKENS = 1024  # that the router generates of a reply before the text so far queues again as a prompt
 MOST_BODY_BYTES = 2_000_000
 MOST_BEST_OF, MOST_STOPS = 2, 4
 
@@ -225,13 +225,10 @@ class TGI:
         return f"`inputs` must have less than {limit - 1} tokens. Given: {n_prompt}" if n_prompt > limit - 1 else ""
 
     def _output_tokens(self, n_prompt: int, max_new_tokens: int | None) -> int:
-        """What a reply has: of a long one whole pieces, until what was asked for is there or the next does not fit."""
-        room = self._settings.max_model_len - n_prompt
+        limit = self._settings.max_model_len
         if max_new_tokens is None:
-            return room
-        if max_new_tokens <= PIECE_TOKENS or not self._settings.in_pieces:
-            return max_new_tokens
-        return min(-(-max_new_tokens // PIECE_TOKENS), room // PIECE_TOKENS) * PIECE_TOKENS
+            return limit - n_prompt
+        return reply_tokens(n_prompt, max_new_tokens, limit) if self._settings.in_pieces else max_new_tokens
 
 
 def _read(raw: bytes, kind: type[T]) -> T:

@@ -95,8 +95,6 @@ def predict(
         terminal.note(f"note: of the {source} these are not sent: {load.left_out}.")
     for note in load.notes:
         terminal.note(f"note: of the trace: {note}.")
-    for note in unkept(load, backends.get(config.kind), ServerInfo()) if config.scheduler != "tgi@1" else ():
-        terminal.note(f"note: {note}; predicted as asked.")
     sent = requests(load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
@@ -105,6 +103,9 @@ def predict(
     emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     for note in emulated.facts.notes:
         terminal.note(f"note: {note}")
+    if emulated.setup.scheduler == "tgi@3":
+        for note in unkept(load, backends.get("tgi"), ServerInfo(max_total_tokens=length)):
+            terminal.note(f"note: {note}; predicted so{', but for prompts of later turns' if load.sessions else ''}.")
     made = rundir.create(directory, private=config.dataset is not None)
     try:
         with rundir.alone(directory), uncollected():

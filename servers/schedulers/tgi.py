@@ -14,6 +14,17 @@ import msgspec
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.radix import BlockTree, Node, Stretch, cut, stretch
 
+PIECE_TOKENS = 1024  # that version 3 generates of a reply before the text so far queues again as a prompt
+
+
+def reply_tokens(prompt: int, asked: int, limit: int | None) -> int:
+    """What version 3 generates where so many are asked for: of a long reply whole pieces, until what was asked for is
+    there or the next does not fit within `limit`, as the first is known to."""
+    if asked <= PIECE_TOKENS:
+        return asked
+    pieces = -(-asked // PIECE_TOKENS)
+    return PIECE_TOKENS * (pieces if limit is None else max(1, min(pieces, (limit - prompt) // PIECE_TOKENS)))
+
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What both versions can be set to, by the names of their command lines."""
@@ -73,7 +84,7 @@ class _Router(Paged, ABC):
             elif sequence.emitted == sequence.output:
                 sequence.done = left = True
                 self._permitted.remove(sequence)
-            elif self._segment_ends(sequence):
+            elif self._piece_ends(sequence):
                 left = True
                 self._waiting.append(sequence)
             else:
@@ -84,13 +95,13 @@ class _Router(Paged, ABC):
 
     @abstractmethod
     def _validate(self, sequence: Sequence) -> None:
-        """Raises Rejected (422)."""
+        """Raises Rejected (422). Sets how much it will have generated, where that is not what was asked for."""
 
     @abstractmethod
     def _take(self, least: int) -> list[Sequence]:
         """New requests from the queue, with their blocks; none if there are not as many as `least`."""
 
-    def _segment_ends(self, sequence: Sequence) -> bool:
+    def _piece_ends(self, sequence: Sequence) -> bool:
         return False
 
     def _least(self) -> int:
@@ -186,16 +197,15 @@ class Tgi3(_Router):
     launcher takes it from model and GPU.
 
     Outputs over 1024 tokens are reserved and generated 1024 at a time: after each the request queues again, its text so
-    far as its prompt. The last reserves as much as the first. The real one generates as much too, or ends the reply
-    before it where it does not fit; that is the dialect's to decide, before the request comes here.
+    far as its prompt. The last reserves and generates as much as the first, or is left out where it does not fit within
+    max_total_tokens: a request that is admitted has what it will be given as its `output`.
 
     Source: backends/v3/src/{queue,backend,block_allocator}.rs, router/src/{validation,infer/mod}.rs, launcher defaults
     and server/.../flash_causal_lm.py, of v3.3.7.
     """
 
-    _SEGMENT_TOKENS = 1024
-
     class Settings(_Settings, frozen=True, kw_only=True):
+        max_total_tokens: int | None = None
         max_batch_size: int | None = None
         chunking: bool = True
         block_tokens: int = 1
@@ -207,7 +217,8 @@ class Tgi3(_Router):
         self._chunks: dict[Sequence, int] = {}  # what the next step prefills of each that is not through
 
     def _validate(self, sequence: Sequence) -> None:
-        last = (sequence.output - 1) // self._SEGMENT_TOKENS * self._SEGMENT_TOKENS
+        sequence.output = reply_tokens(sequence.prompt, sequence.output, self._settings.max_total_tokens)
+        last = (sequence.output - 1) // PIECE_TOKENS * PIECE_TOKENS
         longest = sequence.prompt + last
         if self._blocks(longest, sequence.output) > self._total:
             raise Rejected(422, f"`inputs` tokens + `max_new_tokens` must be at most {self.kv_tokens}.")
@@ -295,12 +306,12 @@ class Tgi3(_Router):
             budget -= chunk
         return step
 
-    def _segment_ends(self, sequence: Sequence) -> bool:
-        return sequence.emitted % self._SEGMENT_TOKENS == 0
+    def _piece_ends(self, sequence: Sequence) -> bool:
+        return sequence.emitted % PIECE_TOKENS == 0
 
     def _blocks(self, length: int, output: int) -> int:
-        """For a request that has `length` tokens when it comes and may generate another segment, or its output."""
-        return -(-(length + min(output, self._SEGMENT_TOKENS) - 1) // self._block_tokens)
+        """For a request that has `length` tokens when it comes and may generate another piece, or its output."""
+        return -(-(length + min(output, PIECE_TOKENS) - 1) // self._block_tokens)
 
 
 class CachingTgi3(Tgi3):

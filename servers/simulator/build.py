@@ -218,7 +218,11 @@ _SCHEDULERS = {
     "tgi@3": _Kind(
         Tgi3,
         Tgi3.Settings,
-        lambda s, _: {"max_concurrent_requests": s.max_requests, "max_batch_size": s.max_running},
+        lambda s, _: {
+            "max_concurrent_requests": s.max_requests,
+            "max_total_tokens": s.max_model_len,
+            "max_batch_size": s.max_running,
+        },
         "max_batch_prefill_tokens",
         CachingTgi3,
     ),

@@ -48,7 +48,8 @@ Sent = Arrival | tuple[float, int, int]
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
+    """One request. `output`: what it asked for, `given`: what the server makes of that. `times_s`: when each of its
+    tokens came; empty when the server refused it with `status`.
     `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled. `dropped`: why it was never
     sent; it then has no status, and `sent_s` is when that was clear."""
 
@@ -60,6 +61,7 @@ class Outcome:
     status: int | None = 200
     cached_tokens: int = 0
     dropped: str | None = None
+    given: int = 0
 
 
 @contextlib.contextmanager
@@ -107,6 +109,7 @@ def simulate(
         outcomes.append(outcome)
         try:
             engine.submit(sequence, at_s)
+            outcome.given = sequence.output
         except Rejected as refused:
             outcome.status = refused.status
             if streams is not None:
@@ -274,8 +277,10 @@ class _Sessions:
     def _send(self, at_s: float, number: int) -> None:
         _, prompt, output, segments = self._arrivals[number]
         outcome = self._outcomes[number] = Outcome(number, prompt, output, at_s)
+        sequence = Sequence(number, prompt, output, segments)
         try:
-            self._engine.submit(Sequence(number, prompt, output, segments), at_s)
+            self._engine.submit(sequence, at_s)
+            outcome.given = sequence.output
         except Rejected as refused:
             outcome.status = refused.status
             self._give_up(number, at_s)
@@ -304,7 +309,7 @@ class _Sessions:
 
 
 def _lacks(outcome: Outcome) -> bool:
-    return len(outcome.times_s) < outcome.output and outcome.status == 200
+    return len(outcome.times_s) < outcome.given and outcome.status == 200
 
 
 def _stuck(outcomes: Iterable[Outcome]) -> EmulationError:

@@ -168,6 +168,18 @@ def test_what_cannot_be_recorded_leaves_no_directory(tmp_path: Path, capsys: pyt
     assert not out.parent.exists()
 
 
+@pytest.mark.parametrize(("scheduler", "given"), [("tgi@3", 2048), ("tgi@1", 1500)])
+def test_long_replies_are_as_long_as_tgi_makes_them(
+    scheduler: str, given: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["predict", "--backend", "tgi", "--gpu", "h200", "--scheduler", scheduler, "--requests", "2"]
+    assert invoke([*words, "--input-tokens", "64", "--output-tokens", "1500", "--out", str(tmp_path / "run")]) == 0
+    table = records.read(tmp_path / "run")[0]
+    assert table.output_tokens.tolist() == table.events.tolist() == [given] * 2
+    assert table.asked_tokens.tolist() == [1500] * 2
+    assert ("whole pieces of 1024" in capsys.readouterr().err) == (given > 1500)
+
+
 def test_a_trace_is_drawn_as_it_is_sent(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all at once, which would take more memory than the trace; and in parts as in one."""
     load, shapes = predict.drawn(Config(gpu="h200", trace=trace))

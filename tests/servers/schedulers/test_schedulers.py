@@ -332,12 +332,17 @@ def test_tgi3_makes_the_batches_of_a_real_router(run: dict[str, Any]) -> None:
     assert [[steps[number].prefill_rows, gap] for number, gap in zip(prefills, since, strict=True)] == run["batches"]
 
 
-def test_tgi3_generates_long_outputs_1024_tokens_at_a_time() -> None:
-    scheduler = made(Tgi3, 10_000)
-    (sequence,) = enter(scheduler, (100, 1500))
+@pytest.mark.parametrize(
+    ("asked", "limit", "given"), [(1024, 2048, 1024), (1025, 4096, 2048), (2048, 4096, 2048), (1500, 2048, 1024)]
+)
+def test_tgi3_gives_long_replies_in_whole_pieces_that_fit(asked: int, limit: int, given: int) -> None:
+    """As a real router 3.3.6 did."""
+    scheduler = made(Tgi3, 10_000, max_total_tokens=limit)
+    (sequence,) = enter(scheduler, (100, asked))
     steps = finish_all(scheduler, 5000)
-    assert [step.prefill_tokens for step in steps if step.prefill_rows] == [100, 1124]
-    assert (sequence.emitted, len(steps)) == (1500, 1500)
+    prefills = [100 + at for at in range(0, given, 1024)]  # what there is so far queues again
+    assert [step.prefill_tokens for step in steps if step.prefill_rows] == prefills
+    assert sequence.emitted == sequence.output == len(steps) == given
     assert scheduler.used_tokens == 0
 
 
