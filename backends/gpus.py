@@ -1,5 +1,5 @@
 """The GPUs of this machine, through NVML: which there are, which pairs may read each other's memory (P2P), what each is
-using now; and the decision whether a server's GPUs are to use P2P.
+using now, what holds its clocks back, which processes are on it; and whether a server's GPUs are to use P2P.
 
 An index is NVML's: the order of the PCI bus, that of `nvidia-smi` and `docker --gpus`. Where NVML gives no answer the
 value is None (for words: "unknown"); no question to it raises. `pynvml` is imported only when it is asked.
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,22 @@ _INIT_PROBLEMS = {
     12: "no NVIDIA driver",  # its library, libnvidia-ml, is not installed
     18: "the NVIDIA driver was updated since it was loaded, which takes a reboot",
 }
+
+
+# NVML_PERF_POLICY_..., NVML_CLOCK_SM, and the bits of nvmlClocksEventReason...
+_POWER, _THERMAL, _SM = 0, 1, 1
+CLOCK_REASONS = {
+    0x1: "gpu_idle",
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+SLOWDOWNS = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 
 
 class GpuError(UserError, ValueError):
@@ -89,7 +105,8 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; None where it cannot tell.
 
     utilization_ratio: part of the last moments in which any kernel ran, 0..1. power_w: the board's, on most cards the
-    mean of a second. energy_mj: a counter since the driver was loaded.
+    mean of a second. energy_mj: a counter since the driver was loaded. thermal_ns, power_ns, clock_reasons: as of
+    `Clocks`. processes: that compute on it, by their numbers.
     """
 
     index: int
@@ -97,6 +114,49 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None
     utilization_ratio: float | None
     energy_mj: int | None
+    thermal_ns: int | None = None
+    power_ns: int | None = None
+    clock_reasons: int = 0
+    processes: list[int] | None = None
+
+
+class Clocks(NamedTuple):
+    """What holds a GPU's clocks back. thermal_ns, power_ns: how long heat, and the power limit, have since its driver
+    was loaded, which not every driver counts. reasons: NVML's bits, of this moment; sm_ratio: of its highest clock,
+    likewise."""
+
+    thermal_ns: int | None = None
+    power_ns: int | None = None
+    reasons: int = 0
+    sm_ratio: float | None = None
+
+
+def clocks(handle: Any) -> Clocks:
+    """Of a GPU by its handle, where NVML is open. Never raises."""
+    import pynvml
+
+    def asked(what: str, *arguments: Any) -> Any:
+        with contextlib.suppress(pynvml.NVMLError, AttributeError):
+            return getattr(pynvml, "nvmlDevice" + what)(handle, *arguments)
+        return None
+
+    # Drivers before 535 know the reasons by an older name. They come first: they are those of this moment.
+    reasons = asked("GetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = asked("GetCurrentClocksThrottleReasons")
+    now, most = asked("GetClockInfo", _SM), asked("GetMaxClockInfo", _SM)
+    thermal, power = (asked("GetViolationStatus", policy) for policy in (_THERMAL, _POWER))
+    return Clocks(
+        thermal_ns=None if thermal is None else int(thermal.violationTime),
+        power_ns=None if power is None else int(power.violationTime),
+        reasons=int(reasons or 0),
+        sm_ratio=float(now / most) if now is not None and most else None,
+    )
+
+
+def reason_names(reasons: int) -> tuple[str, ...]:
+    """NVML's names of the bits that are set."""
+    return tuple(name for bit, name in CLOCK_REASONS.items() if reasons & bit)
 
 
 def read() -> Inventory:
@@ -175,12 +235,18 @@ class Probe:
         memory = self._query("DeviceGetMemoryInfo", handle)
         power_mw = self._query("DeviceGetPowerUsage", handle)
         utilization = self._query("DeviceGetUtilizationRates", handle)
+        held = Clocks() if self._nvml is None or handle is None else clocks(handle)
+        processes = self._query("DeviceGetComputeRunningProcesses", handle)
         return GpuSample(
             index=index,
             memory_used_bytes=None if memory is None else memory.used,
             power_w=None if power_mw is None else power_mw / 1000,
             utilization_ratio=None if utilization is None else utilization.gpu / 100,
             energy_mj=self._query("DeviceGetTotalEnergyConsumption", handle),
+            thermal_ns=held.thermal_ns,
+            power_ns=held.power_ns,
+            clock_reasons=held.reasons,
+            processes=None if processes is None else sorted(each.pid for each in processes),
         )
 
     def _query(self, what: str, argument: Any) -> Any:
@@ -211,7 +277,7 @@ class _Nvml:
         """What the NVML function `nvml<what>` returns; None for any error, because no one value is worth a run."""
         try:
             return getattr(self.module, "nvml" + what)(*arguments)
-        except self.module.NVMLError:
+        except (self.module.NVMLError, AttributeError):  # an old pynvml has fewer functions
             return None
 
     def words(self, what: str, *arguments: Any) -> str | None:

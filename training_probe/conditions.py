@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from backends import gpus
+
 STEAL = 7  # /proc/stat, from 0: user nice system idle iowait irq softirq steal
 BUSY = (0, 1, 2, 5, 6)
 PARENT, USER, SYSTEM = 1, 11, 12  # /proc/PID/stat, from 0, after the name: state ppid ... utime stime
@@ -40,20 +42,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     thermal_ratio: float | None = None
     power_ratio: float | None = None
     clock_reasons: tuple[str, ...] = ()
-
-
-# By NVML's bits (nvmlClocksEventReason...).
-CLOCK_REASONS = {
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
 
 
 def worst(spans: Sequence[Conditions]) -> Conditions | None:
@@ -139,56 +127,23 @@ class Watch:
         self.start()
 
     def start(self) -> None:
-        self._before, self._held_ns, self._reasons = ticks(self._cpus), self._held(), self._clock_reasons()
+        self._before, self._clocks = ticks(self._cpus), self._clocks_now()
         self._began_s = time.monotonic()
 
     def stop(self) -> Conditions:
         seconds = time.monotonic() - self._began_s
-        reasons = self._reasons | self._clock_reasons()  # first: they are those of this moment
-        clock_ratio, after, held_ns = self._clock_ratio(), ticks(self._cpus), self._held()
+        clocks, after = self._clocks_now(), ticks(self._cpus)
         shares = between(self._before, after) if self._before and after else Shares()
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         thermal, power = (
             None if a is None or b is None or seconds <= 0 else min(1.0, max(0, b - a) / 1e9 / seconds)
-            for a, b in zip(self._held_ns, held_ns, strict=True)
+            for a, b in zip(self._clocks[:2], clocks[:2], strict=True)
         )
         return Conditions(
             seconds=seconds, cores=len(self._cpus), others_ratio=shares.others, idle_ratio=shares.idle,
-            steal_ratio=shares.stolen, load_1min=load, sm_clock_ratio=clock_ratio, thermal_ratio=thermal,
-            power_ratio=power, clock_reasons=tuple(name for bit, name in CLOCK_REASONS.items() if reasons & bit),
+            steal_ratio=shares.stolen, load_1min=load, sm_clock_ratio=clocks.sm_ratio, thermal_ratio=thermal,
+            power_ratio=power, clock_reasons=gpus.reason_names(self._clocks.reasons | clocks.reasons),
         )  # fmt: skip
 
-    def _held(self) -> tuple[int | None, int | None]:
-        """How long heat and the power limit have held the GPU back since its driver was loaded, ns."""
-        if self._gpu is None:
-            return None, None
-        import pynvml
-
-        held: list[int | None] = []
-        for policy in (pynvml.NVML_PERF_POLICY_THERMAL, pynvml.NVML_PERF_POLICY_POWER):
-            try:
-                held.append(int(pynvml.nvmlDeviceGetViolationStatus(self._gpu, policy).violationTime))
-            except pynvml.NVMLError:
-                held.append(None)
-        return held[0], held[1]
-
-    def _clock_reasons(self) -> int:
-        """NVML's bits. Drivers before 535 know them by an older name."""
-        if self._gpu is None:
-            return 0
-        import pynvml
-
-        for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
-            with contextlib.suppress(pynvml.NVMLError, AttributeError):
-                return int(getattr(pynvml, name)(self._gpu))
-        return 0
-
-    def _clock_ratio(self) -> float | None:
-        if self._gpu is None:
-            return None
-        import pynvml
-
-        with contextlib.suppress(pynvml.NVMLError, ZeroDivisionError):
-            now = pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)
-            return float(now / pynvml.nvmlDeviceGetMaxClockInfo(self._gpu, pynvml.NVML_CLOCK_SM))
-        return None
+    def _clocks_now(self) -> gpus.Clocks:
+        return gpus.Clocks() if self._gpu is None else gpus.clocks(self._gpu)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from loadgen.report.finding import Finding, Severity, worst_first
+from backends.gpus import SLOWDOWNS
+from loadgen.report.finding import THERMAL_RATIO, Finding, Severity, throttled, worst_first
 from loadgen.steady.blocks import NORMAL_975, t_975
 from training_probe.conditions import Conditions, all_reasons
 from training_probe.points import Copy, Gemm, Measured, Point, label_of, spread_of
@@ -42,8 +43,6 @@ ROUNDED_CORE_S = 0.03
 # beside a rank on each takes a half. Where a core or more was idle on average, no rank lacked one: the ranks of GPUs
 # need few cores of a large machine, and others may have the rest.
 TAKEN_RATIO, IDLE_CORES = 0.25, 1.0
-THERMAL_RATIO = 0.01  # heat is not meant to slow a GPU; the power limit is, at large products always: no finding
-SLOWDOWNS = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 # Of two sizes the larger is never the faster one by so much, but for noise: the warning's ratio, where it is at least
 # four times as large; at twice the size another algorithm may be the faster one, but not by a factor of two.
 SIZES_APART: dict[Severity, tuple[int, float]] = {"invalid": (2, 2.0), "warning": (4, 1.25)}
@@ -56,7 +55,6 @@ NAMED = 3
 NOISY_ADVICE = "End what else runs on the machine, or measure longer: --runs, --steps, --samples."
 SLOWED_ADVICE = "End what else runs on the machine, and measure again."
 LOADED_ADVICE = "End the other processes, or measure on a machine of its own."
-THROTTLED_ADVICE = "Look at the machine's cooling and power supply, and measure when the GPU is cool."
 NON_MONOTONE_ADVICE = "Measure these sizes again on a quiet machine; do not quote the slower ones."
 COST_ADVICE = "Trace more --steps on a quiet machine; quote the step without the profiler, and parts as shares."
 
@@ -240,14 +238,18 @@ def _conditions(seen: Mapping[str, Conditions], what: str, rounded_core_s: float
         ("LOADED", "invalid", "The ranks lacked cores that others took", _ranked(lacking, _percent), LOADED_ADVICE),
         ("LOADED", "warning", "Other processes took part of the cores' time", others, LOADED_ADVICE),
         ("LOADED", "warning", "The hypervisor took part of the cores' time", stolen, LOADED_ADVICE),
-        ("THROTTLED", "warning", "Heat held a GPU's clocks back for a while", heat, THROTTLED_ADVICE),
-        ("THROTTLED", "warning", "The driver reported slowed clocks of a GPU", slowed, THROTTLED_ADVICE),
     )
+
+    def where(affected: Sequence[str]) -> str:
+        return f" in {len(affected)} of {len(seen)} {what}" if what else ""
+
     for code, severity, took, affected, advice in rows:
         if affected:
-            where = f" in {len(affected)} of {len(seen)} {what}" if what else ""
-            message = f"{took}{where}: {_listed(affected)}."
+            message = f"{took}{where(affected)}: {_listed(affected)}."
             yield Finding(code=code, severity=severity, message=message, advice=advice)
+    for affected, counted in ((heat, True), (slowed, False)):
+        if affected:
+            yield throttled(where(affected), _listed(affected), counted=counted)
 
 
 def _lacking(span: Conditions) -> float | None:

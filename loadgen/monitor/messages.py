@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from backends.protocol import Backend, HttpRequest
+from loadgen.monitor.server_view import GPU_SERIES
 from loadgen.target import Target
 
 PERIOD_S = 1.0
@@ -25,6 +26,8 @@ class MetricsSource(Target, frozen=True, kw_only=True):
     @classmethod
     def of(cls, target: Target, backend: Backend, replicas: tuple[str, ...]) -> Self:
         series, path = dict(backend.server_metrics), backend.metrics_path
+        if replicas:  # one of them may be a page of GPUs
+            series |= GPU_SERIES
         return cls(**msgspec.structs.asdict(target), series=series, replicas=replicas, metrics_path=path)
 
     @property

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends import foreign_files
-from backends.gpus import GpuSample
+from backends.gpus import SLOWDOWNS, GpuSample, reason_names
 from backends.untrusted import UNDECODABLE
 
 SCHEMA = "loadgen.server/1"
@@ -27,6 +27,13 @@ FILE = "server.jsonl"
 MOST_LINE_BYTES = 1 << 20  # of a sample: of a thousand GPUs
 MOST_SAMPLES = 1 << 20  # twelve days, one a second
 PARTS = ("queue", "validation", "prefill", "inference", "time_per_token", "tpot")  # histograms of a request's parts
+# Of NVIDIA's exporter (DCGM), beside a server's own: what held clocks back, in ns of all GPUs of the page together, and
+# by what else to know the page. Newer names count by reason.
+GPU_SERIES = {
+    "gpu_thermal_ns": "DCGM_FI_DEV_THERMAL_VIOLATION DCGM_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN_NS",
+    "gpu_power_ns": "DCGM_FI_DEV_POWER_VIOLATION DCGM_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP_NS",
+    "gpu_temperatures": "DCGM_FI_DEV_GPU_TEMP",
+}
 UNREADABLE = (OSError, EOFError, zlib.error)  # a file, packed or not
 
 
@@ -104,13 +111,24 @@ class ServerStats(msgspec.Struct, kw_only=True):
     e2el_mean_ms: float | None = None
     ended: int | UnsetType | None = UNSET  # requests in the histogram of e2el
     parts_ms: dict[str, float] | UnsetType = UNSET  # means of other histograms, by their neutral names
+    gpu_thermal_s: float | UnsetType = UNSET  # how long heat held clocks of GPUs back, each GPU's time counted
+    gpu_power_s: float | UnsetType = UNSET  # likewise, the power limit
     replicas: list[ReplicaStats] | UnsetType = UNSET  # where there are several
 
 
-class GpuPeak(msgspec.Struct, kw_only=True):
+class GpuPeak(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """thermal_ratio, power_ratio: share of the time in which heat, or the power limit, held its clocks back. slowdowns:
+    reasons of the driver for slow clocks, at the samples. processes: that were on it at once; others: that came or went
+    meanwhile."""
+
     index: int
     name: str
     memory_peak_bytes: int | None
+    thermal_ratio: float | None = None
+    power_ratio: float | None = None
+    slowdowns: list[str] = []
+    processes: int | None = None
+    others: int = 0
 
 
 class GpuStats(msgspec.Struct, kw_only=True):
@@ -257,6 +275,10 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         seconds, count = rise(f"{name}_sum"), rise(f"{name}_count")
         return 1000 * seconds / count if seconds is not None and count else None
 
+    def held_s(name: str) -> float | UnsetType:
+        held_ns = rise(name)
+        return UNSET if held_ns is None else held_ns / 1e9
+
     parts_ms = {name: mean for name in PARTS if (mean := mean_ms(f"{name}_seconds")) is not None}
     reasons = Counter(sample.error for sample in window if sample.error is not None)
     return ServerStats(
@@ -278,8 +300,16 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         e2el_mean_ms=mean_ms("e2el_seconds"),
         ended=UNSET if (ended := rise("e2el_seconds_count")) is None else round(ended),
         parts_ms=parts_ms or UNSET,
-        replicas=[_replica(url, place, window) for place, url in enumerate(replicas)] or UNSET,
+        gpu_thermal_s=held_s("gpu_thermal_ns"),
+        gpu_power_s=held_s("gpu_power_ns"),
+        replicas=[_replica(url, place, window) for place, url in enumerate(replicas) if not _is_of_gpus(parts[place])]
+        or UNSET,
     )
+
+
+def _is_of_gpus(shown: _Metrics) -> bool:
+    """Whether a page is of GPUs alone, and no replica's."""
+    return bool(shown) and all(name in GPU_SERIES for metrics in shown for name in metrics)
 
 
 def _whole(value: float | None) -> int | None:
@@ -311,19 +341,36 @@ def _gpus(header: Header, window: Sequence[ServerSample], t0_ns: int, end_ns: in
     elif all(_spans(points, window) for points in power):
         energy_j, energy_from = sum(map(_joules, within)), "power"
     return GpuStats(
-        each=[
-            GpuPeak(
-                index=index,
-                name=names.get(index, ""),
-                memory_peak_bytes=_whole(max((used for _, used in points), default=None)),
-            )
-            for index, points in zip(indices, memory, strict=True)
-        ],
+        each=[_gpu(window, index, names.get(index, ""), points) for index, points in zip(indices, memory, strict=True)],
         memory_peak_bytes=_whole(max((sum(used) for used in sums.values() if len(used) == len(indices)), default=None)),
         power_mean_w=power_w,
         energy_j=energy_j,
         energy_from=energy_from,
     )
+
+
+def _gpu(window: Sequence[ServerSample], index: int, name: str, memory: Points) -> GpuPeak:
+    seen = [gpu for sample in window for gpu in sample.gpus if gpu.index == index]
+    reasons, processes = 0, [set(gpu.processes) for gpu in seen if gpu.processes is not None]
+    for gpu in seen:
+        reasons |= gpu.clock_reasons
+    return GpuPeak(
+        index=index,
+        name=name,
+        memory_peak_bytes=_whole(max((used for _, used in memory), default=None)),
+        thermal_ratio=_held_ratio(_points(window, index, "thermal_ns")),
+        power_ratio=_held_ratio(_points(window, index, "power_ns")),
+        slowdowns=[each for each in reason_names(reasons) if each in SLOWDOWNS],
+        processes=max(map(len, processes), default=None),
+        others=len(processes[0].union(*processes) - processes[0].intersection(*processes)) if processes else 0,
+    )
+
+
+def _held_ratio(counter: Points) -> float | None:
+    """By how much a counter of ns grew, as a share of the time between its first and its last reading."""
+    if len(counter) < 2 or counter[-1][1] < counter[0][1]:
+        return None
+    return min(1.0, (counter[-1][1] - counter[0][1]) / (counter[-1][0] - counter[0][0]))
 
 
 Points = Sequence[tuple[int, float]]  # when (ns) and how much

@@ -20,7 +20,7 @@ import backends
 from backends.untrusted import printable
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, metrics, sessions, sharing, slices
-from loadgen.report.finding import Finding, Severity, share, worst_first
+from loadgen.report.finding import THERMAL_RATIO, Finding, Severity, share, throttled, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers, Window
 from loadgen.report.text import number
@@ -79,6 +79,7 @@ STALLS_NAMED = MODELS_NAMED = 3
 _DATE = re.compile(r"[-@:](latest|[0-9]{4}(-?[0-9]{2}){0,2})$")
 # A router that takes turns splits a hundred requests far better than this.
 IMBALANCE_RATIO = 1.5
+POWER_RATIO = 0.1  # of the time, from which on the power limit is worth a word
 COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
 # Of a rate that a server was seen to serve at its limit: one that it keeps up with.
 LOWER_RATIO = 0.9
@@ -121,6 +122,7 @@ def find(
         *_unsteady(numbers),
         *_transient(numbers),
         *_server(numbers),
+        *_gpus(numbers),
         *slices.apart(numbers),
         *_insecure(manifest),
         *_samples(numbers),
@@ -846,6 +848,42 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
             message=f"The server's own view has gaps: {'; '.join(gaps)}.",
             advice="Latencies and throughput do not depend on it; see that GET /metrics works where the client runs.",
         )
+
+
+def _gpus(numbers: Numbers) -> Iterator[Finding]:
+    """What slowed the server's GPUs besides the load, by their driver and by NVIDIA's exporter."""
+    each = [] if numbers.gpus is None else numbers.gpus.each
+    slowed = [f"GPU {gpu.index} {', '.join(gpu.slowdowns)}" for gpu in each if gpu.slowdowns]
+    if (heat := _held(numbers, "thermal", THERMAL_RATIO)) or slowed:
+        yield throttled("", "; ".join(heat or slowed), counted=bool(heat))
+    elif power := _held(numbers, "power", POWER_RATIO):
+        yield Finding(
+            code="THROTTLED",
+            severity="info",
+            message=f"The power limit held a GPU's clocks back: {'; '.join(power)}.",
+            advice="It does so at large products. Name the limit beside the numbers, and compare runs under the same.",
+        )
+    shared = max(each, key=lambda gpu: (gpu.others, gpu.processes or 0), default=None)
+    if shared is not None and (shared.others or (shared.processes or 0) > 1):
+        several = "1 process" if shared.others == 1 else f"{shared.others or shared.processes} processes"
+        came = f"{several} came to GPU {shared.index} or left it during the run, as a server's do not."
+        yield Finding(
+            code="GPU_SHARED",
+            severity="warning" if shared.others else "info",
+            message=came if shared.others else f"{several} were on GPU {shared.index}; of most servers it is one.",
+            advice="See with nvidia-smi whose they are, and measure when the server has its GPUs to itself.",
+        )
+
+
+def _held(numbers: Numbers, by: str, most_ratio: float) -> list[str]:
+    """The GPUs whose clocks were held back for more than that share of the time, and for how long."""
+    each = [] if numbers.gpus is None else numbers.gpus.each
+    ratios = [(gpu.index, getattr(gpu, f"{by}_ratio") or 0.0) for gpu in each]
+    held = [f"GPU {index} {share(ratio, 1)} of the time" for index, ratio in ratios if ratio > most_ratio]
+    seconds = UNSET if numbers.server is None else getattr(numbers.server, f"gpu_{by}_s")
+    if seconds is not UNSET and seconds > most_ratio * (numbers.duration_s or 0.0):
+        held.append(f"{number(seconds)} s of the GPUs that --metrics-url shows")
+    return held
 
 
 def _imbalance(server: ServerStats) -> Iterator[Finding]:

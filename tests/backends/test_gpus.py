@@ -117,6 +117,25 @@ class FakeNvml(ModuleType):
         self.energy_mj += 500
         return self.energy_mj
 
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
+        self._check("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        return 0x4 | 0x40
+
+    def nvmlDeviceGetViolationStatus(self, handle: Any, policy: int) -> Any:
+        self._check("nvmlDeviceGetViolationStatus", handle)
+        return SimpleNamespace(referenceTime=0, violationTime={0: 7_000, 1: 5_000}[policy])
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:
+        self._check("nvmlDeviceGetClockInfo", handle)
+        return {1: 990}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int) -> int:
+        return {1: 1980}[kind]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        self._check("nvmlDeviceGetComputeRunningProcesses", handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in (812, 77)]
+
 
 def always(status: int) -> P2pStatus:
     return lambda a, b, capability: status
@@ -147,12 +166,13 @@ Machine = Callable[..., FakeNvml]
 
 def test_the_fake_has_nothing_that_pynvml_lacks() -> None:
     functions = [name for name in vars(FakeNvml) if name.startswith("nvml")]
-    assert len(functions) == 14
+    assert len(functions) == 19
     assert [name for name in functions if not callable(getattr(pynvml, name, None))] == []
     assert pynvml.NVML_P2P_CAPS_INDEX_WRITE == WRITE and pynvml.NVML_P2P_CAPS_INDEX_NVLINK == NVLINK
     assert pynvml.NVML_P2P_STATUS_NOT_SUPPORTED == NOT_SUPPORTED and pynvml.NVML_P2P_STATUS_OK == OK
     assert pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED == CHIPSET
     assert pynvml.NVML_ERROR_GPU_IS_LOST == GPU_LOST
+    assert (pynvml.NVML_PERF_POLICY_POWER, pynvml.NVML_PERF_POLICY_THERMAL, pynvml.NVML_CLOCK_SM) == (0, 1, 1)
 
 
 # --- what there is ---
@@ -478,6 +498,17 @@ def test_a_probe_samples_its_gpus_again_and_again(machine: Machine) -> None:
     assert probe.sample()[0].memory_used_bytes is None
 
 
+def test_what_holds_clocks_back_and_who_computes(machine: Machine) -> None:
+    fake = machine("NVIDIA H200", 1, "570.86.10", always(OK))
+    (seen,) = Probe([0]).sample()
+    assert (seen.thermal_ns, seen.power_ns, seen.processes) == (5_000, 7_000, [77, 812])
+    assert gpus.reason_names(seen.clock_reasons) == ("sw_power_cap", "hw_thermal_slowdown")
+    for function in ("ViolationStatus", "CurrentClocksEventReasons", "ComputeRunningProcesses"):
+        fake.broken[f"nvmlDeviceGet{function}", None] = NOT_SUPPORTED
+    (seen,) = Probe([0]).sample()
+    assert (seen.thermal_ns, seen.power_ns, seen.clock_reasons, seen.processes) == (None, None, 0, None)
+
+
 def test_what_a_card_cannot_measure_is_none(machine: Machine) -> None:
     fake = machine("NVIDIA GeForce GTX 1080", 2, "535.54.03", always(CHIPSET))
     fake.broken["nvmlDeviceGetTotalEnergyConsumption", None] = 3
@@ -490,12 +521,12 @@ def test_what_a_card_cannot_measure_is_none(machine: Machine) -> None:
 
 def test_a_probe_never_raises(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = machine("NVIDIA H200", 2, "570.86.10", always(OK))
-    nothing = [(9, None, None, None, None)]
+    nothing = [(9, None, None, None, None, None, None, 0, None)]
     assert [msgspec.structs.astuple(sample) for sample in Probe([9]).sample()] == nothing
     probe = Probe([0])
-    for function in ("MemoryInfo", "PowerUsage", "UtilizationRates", "TotalEnergyConsumption"):
-        fake.broken[f"nvmlDeviceGet{function}", 0] = GPU_LOST  # while it is watched
-    assert msgspec.structs.astuple(probe.sample()[0]) == (0, None, None, None, None)
+    for function in [name for name in vars(FakeNvml) if name.startswith("nvmlDevice")]:
+        fake.broken[function, 0] = GPU_LOST  # while it is watched
+    assert msgspec.structs.astuple(probe.sample()[0]) == (0, *nothing[0][1:])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     absent = Probe([9])
     assert [msgspec.structs.astuple(sample) for sample in absent.sample()] == nothing

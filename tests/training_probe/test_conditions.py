@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training_probe.conditions import CLOCK_REASONS, Conditions, Ticks, Watch, between, ticks, worst
+from backends.gpus import CLOCK_REASONS
+from training_probe.conditions import Conditions, Ticks, Watch, between, ticks, worst
 from training_probe.findings import LOADED_RATIO, of_cells
 from training_probe.grid import Cell
 from training_probe.results import of_cell

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from backends.gpus import SLOWDOWNS
 from training_probe.conditions import Conditions
-from training_probe.findings import SLOWDOWNS, Traced, of_breakdowns, of_cells, of_points, sentence, verdict_of
+from training_probe.findings import Traced, of_breakdowns, of_cells, of_points, sentence, verdict_of
 from training_probe.grid import Cell
 from training_probe.points import Collective, Copy, Dtype, Gemm, Measured, Point, measured
 from training_probe.protocol import Step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
 import backends
 from loadgen.config import Config, ConfigError
@@ -72,6 +73,34 @@ def test_what_is_sampled_of_two_of_which_one_ends(tmp_path: Path) -> None:
     assert [each.url for each in found.replicas] == list(replicas)
     assert found.replicas[1].silent >= 1 and found.failure == "replica 2: GET /metrics answers 503"
     assert not any("authorization" in request for each in (one, other) for request in each.seen)  # the router's alone
+
+
+DCGM = """\
+# HELP DCGM_FI_DEV_THERMAL_VIOLATION Throttling duration due to thermal constraints (in ns).
+# TYPE DCGM_FI_DEV_THERMAL_VIOLATION counter
+DCGM_FI_DEV_THERMAL_VIOLATION{{gpu="0",UUID="GPU-a",Hostname="h"}} {0}
+DCGM_FI_DEV_THERMAL_VIOLATION{{gpu="1",UUID="GPU-b",Hostname="h"}} 7000000000
+# TYPE DCGM_FI_DEV_GPU_TEMP gauge
+DCGM_FI_DEV_GPU_TEMP{{gpu="0",UUID="GPU-a",Hostname="h"}} 87
+"""
+
+
+def test_a_page_of_gpus_is_no_replica(tmp_path: Path) -> None:
+    with scripted() as server, scripted() as gpus:
+        server.body, gpus.body = b"running 3\ntokens_total 10\n", DCGM.format(1_000_000_000).encode()
+        replicas = tuple(f"{each.url}/metrics" for each in (server, gpus))
+        source = MetricsSource.of(Target("http://r:1"), backends.get("vllm"), replicas)
+
+        def inside() -> None:
+            gpus.body = DCGM.format(3_500_000_000).encode()
+
+        series = {**SERIES, **{name: each for name, each in source.series.items() if name.startswith("gpu_")}}
+        monitored(tmp_path, "http://router:1", inside, series=series, replicas=replicas, token=TOKEN)
+        view = read(tmp_path, RUN, 0, 1 << 62)
+    assert view is not None and view.server is not None
+    assert view.server.gpu_thermal_s == pytest.approx(2.5) and view.server.gpu_power_s is UNSET
+    assert [each.url for each in view.server.replicas] == [f"{server.url}/metrics"]
+    assert "gpu_thermal_ns" not in MetricsSource.of(Target("http://r:1"), backends.get("vllm"), ()).series
 
 
 def test_secrets_go_to_the_server_itself(tmp_path: Path, script: Script) -> None:

@@ -125,6 +125,7 @@ def test_samples_keep_to_their_schedule(tmp_path: Path) -> None:
     assert beats == sorted(set(beats)), "a late sample moves none of the others"
     assert rows[0]["gpus"][0] == {
         "index": 1, "memory_used_bytes": 2 * GIB, "power_w": 250.501, "utilization_ratio": 0.87, "energy_mj": 1000500,
+        "thermal_ns": 5000, "power_ns": 7000, "clock_reasons": 0x44, "processes": [77, 812],
     }  # fmt: skip
     assert [gpu["index"] for gpu in rows[-1]["gpus"]] == [1, 0]
     energies = [row["gpus"][0]["energy_mj"] for row in rows]

@@ -164,6 +164,27 @@ def gpus_of(directory: Path, *samples: ServerSample) -> dict[str, Any]:
     return built
 
 
+def test_a_gpu_that_was_held_back_and_shared(tmp_path: Path) -> None:
+    """Over three seconds heat holds it back for 0.6 s, the power limit for 1.5; another process comes and goes."""
+
+    def held(thermal_s: float, power_s: float, *processes: int, reasons: int = 0) -> list[GpuSample]:
+        ns = (round(each * SECONDS) for each in (thermal_s, power_s))
+        clocks = dict(zip(("thermal_ns", "power_ns"), ns, strict=True))
+        return [msgspec.structs.replace(gpu(3), **clocks, clock_reasons=reasons, processes=list(processes))]
+
+    rows = [
+        at(9, gpus=held(50, 70, 812)),
+        at(11, gpus=held(50.5, 71, 812, 77, reasons=0x4 | 0x40)),
+        at(12, gpus=held(50.6, 71.5, 812)),
+    ]
+    assert gpus_of(tmp_path, *rows)["each"] == [
+        {
+            "index": 3, "name": "H200", "memory_peak_bytes": GIB, "thermal_ratio": pytest.approx(0.2),
+            "power_ratio": pytest.approx(0.5), "slowdowns": ["hw_thermal_slowdown"], "processes": 2, "others": 1,
+        }
+    ]  # fmt: skip
+
+
 def test_known_gpus(tmp_path: Path) -> None:
     rows = [
         at(9, gpus=[gpu(3, 10, 100, 5_000), gpu(1, 40, 300, 70_000)]),

@@ -12,7 +12,7 @@ import pytest
 
 from backends.protocol import ServerRecord
 from loadgen import rundir
-from loadgen.monitor.server_view import ReplicaStats, ServerStats, ServerView
+from loadgen.monitor.server_view import GpuPeak, GpuStats, ReplicaStats, ServerStats, ServerView
 from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
@@ -489,6 +489,28 @@ def test_replicas_of_which_one_does_more_than_its_share() -> None:
     built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=split(100, 30, 50)))
     assert "the busiest generated 1.67 times the mean of their output tokens, and the idlest 0.50" in text.render(built)
     assert "output tokens of each of 3: http://0/metrics 100" in text.render(built)
+
+
+def test_gpus_that_were_held_back_or_shared() -> None:
+    """By NVML, and by NVIDIA's exporter; the run takes 40 s."""
+
+    def found(**seen: Any) -> dict[str, str]:
+        peak = GpuPeak(index=3, name="H200", memory_peak_bytes=None, **seen)
+        stats = GpuStats(each=[peak], memory_peak_bytes=None, power_mean_w=None, energy_j=None, energy_from=None)
+        built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=own_view(), gpus=stats))
+        return {finding.code: f"{finding.severity} {finding.message}" for finding in built.verdict.findings}
+
+    assert found() == {} == found(thermal_ratio=0.01, power_ratio=0.1, processes=1)
+    capped = found(power_ratio=0.8)
+    assert capped == {"THROTTLED": "info The power limit held a GPU's clocks back: GPU 3 80.0 % of the time."}
+    heat = found(thermal_ratio=0.2, slowdowns=["hw_thermal_slowdown"])
+    assert heat == {"THROTTLED": "warning Heat held a GPU's clocks back for a while: GPU 3 20.0 % of the time."}
+    slowed = found(slowdowns=["hw_power_brake_slowdown"])["THROTTLED"]
+    assert slowed == "warning The driver reported slowed clocks of a GPU: GPU 3 hw_power_brake_slowdown."
+    assert found(processes=2, others=1)["GPU_SHARED"].startswith("warning 1 process came to GPU 3 or left it")
+    assert found(processes=2)["GPU_SHARED"].startswith("info 2 processes were on GPU 3")
+    assert severities(server=own_view(gpu_thermal_s=0.3)) == {}
+    assert severities(server=own_view(gpu_thermal_s=0.5)) == {"THROTTLED": "warning"}
 
 
 def test_samples_that_failed() -> None:
