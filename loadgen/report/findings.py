@@ -854,9 +854,9 @@ def _gpus(numbers: Numbers) -> Iterator[Finding]:
     """What slowed the server's GPUs besides the load, by their driver and by NVIDIA's exporter."""
     each = [] if numbers.gpus is None else numbers.gpus.each
     slowed = [f"GPU {gpu.index} {', '.join(gpu.slowdowns)}" for gpu in each if gpu.slowdowns]
-    if (heat := _held(numbers, "thermal", THERMAL_RATIO)) or slowed:
+    if (heat := _held_back(numbers, "thermal", THERMAL_RATIO)) or slowed:
         yield throttled("", "; ".join(heat or slowed), counted=bool(heat))
-    elif power := _held(numbers, "power", POWER_RATIO):
+    elif power := _held_back(numbers, "power", POWER_RATIO):
         yield Finding(
             code="THROTTLED",
             severity="info",
@@ -875,7 +875,7 @@ def _gpus(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _held(numbers: Numbers, by: str, most_ratio: float) -> list[str]:
+def _held_back(numbers: Numbers, by: str, most_ratio: float) -> list[str]:
     """The GPUs whose clocks were held back for more than that share of the time, and for how long."""
     each = [] if numbers.gpus is None else numbers.gpus.each
     ratios = [(gpu.index, getattr(gpu, f"{by}_ratio") or 0.0) for gpu in each]
