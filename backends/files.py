@@ -15,6 +15,8 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
+from backends.exit_codes import lacking
+
 
 class PackedError(OSError):
     """A file that cannot be unpacked; strerror: why, a clause that begins with "it"."""
@@ -73,11 +75,10 @@ class _Zstd:
     """zstandard's own reader takes a file that was cut for one that ends."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            why = "it is packed with zstd, which needs the zstandard package: pip install zstandard"
-            raise _wrong(path, why) from None
+        if (why := lacking("zstandard")) is not None:
+            raise _wrong(path, f"it is packed with zstd, and {why}")
+        import zstandard
+
         self.error = zstandard.ZstdError
         self._file = file
         self._start = zstandard.ZstdDecompressor().decompressobj

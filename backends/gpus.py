@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from backends.exit_codes import UserError
+from backends.exit_codes import UserError, lacking
 
 P2pMode = Literal["auto", "on", "off"]
 
@@ -60,6 +62,11 @@ CLOCK_REASONS = {
     0x100: "display_clock_setting",
 }
 SLOWDOWNS = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+
+
+def has_driver() -> bool:
+    """Whether this machine seems to have an NVIDIA driver, as far as that shows without NVML."""
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
 class GpuError(UserError, ValueError):
@@ -263,10 +270,10 @@ class _Nvml:
     """NVML, opened until `close`. NVML counts who has it open, so several may at once. Raises _NoNvmlError."""
 
     def __init__(self) -> None:
-        try:
-            import pynvml
-        except ImportError:
-            raise _NoNvmlError("the Python package nvidia-ml-py is not installed") from None
+        if (why := lacking("pynvml")) is not None:
+            raise _NoNvmlError(why if has_driver() else _INIT_PROBLEMS[12])
+        import pynvml
+
         self.module = pynvml
         try:
             pynvml.nvmlInit()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from backends.exit_codes import lacking
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling, ServerInfo
 from backends.untrusted import nearest
 from loadgen import models, rundir
@@ -361,7 +361,7 @@ def _requests(config: Config, available: int) -> int | None:
 def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
     """The tokenizer of a model that lies on this machine, for servers that take text only."""
     directory = started.directory if started is not None and backend.prompt_kind == "text" else None
-    if directory is None or not (directory / "tokenizer.json").is_file() or find_spec("tokenizers") is None:
+    if directory is None or not (directory / "tokenizer.json").is_file() or lacking("tokenizers"):
         return None
     return str(directory)
 

@@ -79,6 +79,33 @@ def test_it_works_outside_the_checkout(kind: str, programs: Path, built: Path, t
     assert where.startswith(str(programs.parent))
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("docker", "docker", ("loadgen", "run", "--backend", "llamacpp", "--model", "m.gguf", "--launch", "docker")),
+        ("pyyaml", "docker", ("loadgen", "compose", "--backend", "vllm", "--model", "7b", "--tp", "1")),
+        ("zstandard", "zstd", ("loadgen", "run", "--dataset", "packed.jsonl.zst")),
+        (
+            "tokenizers",
+            "tokenizer",
+            ("loadgen", "run", "--backend", "tgi", "--url", "http://127.0.0.1:9", "--tokenizer", "x"),
+        ),
+        ("ray", "ray", ("loadgen", "run", "--url", "http://127.0.0.1:9", "--on", "ray")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_lacking_is_named_with_the_command(
+    package: str, extra: str, command: tuple[str, ...], programs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "packed.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    result = run(programs / command[0], *command[1:], cwd=tmp_path)
+    assert result.returncode in (2, 3), result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert f"the Python package {package} is not installed; pip install 'llm-dissect[{extra}]'" in last, last
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_home_and_packages_that_cannot_be_written(programs: Path, tmp_path: Path) -> None:
     """By a user, or by a root who may not write everywhere either."""
     prefix = ("setpriv", "--bounding-set=-all") if os.geteuid() == 0 else ()

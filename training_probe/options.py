@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Group
 
-from backends.exit_codes import check_least
+from backends.exit_codes import check_least, install_command
 from backends.untrusted import printable
 from loadgen.option_types import is_host, names, offers, option, whole_number
 from training_probe import grid, own_deepspeed, trials
@@ -584,9 +584,7 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
     if lacking:
         extra = "train,megatron" if "megatron.core" in lacking else "train"
         names = ", ".join(name.partition(".")[0] for name in lacking)
-        raise GridError(
-            f"{names} {'is' if len(lacking) == 1 else 'are'} not installed; pip install 'llm-dissect[{extra}]'."
-        )
+        raise GridError(f"{names} {'is' if len(lacking) == 1 else 'are'} not installed; {install_command(extra)}.")
 
 
 def check_built(known: Mapping[str, Model]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.exit_codes import lacking
 from backends.launch import LaunchError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ PROGRESS_INTERVAL_S = 3.0
 
 def problem() -> str | None:
     """Why Docker cannot be used, and what to do, as one clause; None: it can."""
+    if (why := lacking("docker")) is not None:
+        return why
     try:
         _client().close()
     except engine_errors() as error:
@@ -80,6 +83,8 @@ def _client() -> DockerClient:
 
 def connect() -> DockerClient:
     """The engine that DOCKER_HOST names, or this machine's. Raises LaunchError."""
+    if (why := lacking("docker")) is not None:
+        raise LaunchError(f"Docker cannot be used: {why}.")
     try:
         return _client()
     except engine_errors() as error:

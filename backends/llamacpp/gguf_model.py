@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.decoder import Attention, Layers, ModelSpec
+from backends.exit_codes import lacking
 from backends.launch import LaunchError
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -35,12 +36,10 @@ def refusal(spec: ModelSpec) -> str | None:
 
 def write_random(spec: ModelSpec, dtype: str, path: Path) -> None:
     """Writes the file; it has its name when it is whole. Raises LaunchError."""
-    try:
-        import gguf
-    except ImportError:
-        raise LaunchError(
-            "--dummy-weights of llama.cpp need the Python package gguf, which is not installed; `pip install gguf`."
-        ) from None
+    if (why := lacking("gguf")) is not None:
+        raise LaunchError(f"--dummy-weights of llama.cpp cannot be made: {why}.")
+    import gguf
+
     if (why := refusal(spec)) is not None:
         raise LaunchError(f"{why}; name another model.")
     kinds = {"float32": gguf.GGMLQuantizationType.F32, "float16": gguf.GGMLQuantizationType.F16,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backends.exit_codes import lacking
 from backends.untrusted import printable
 from loadgen import child_env
 from loadgen.cluster import records_home
@@ -52,8 +52,8 @@ class Machine:
 
 def check_installed() -> None:
     """Raises ConfigError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"--on ray needs Ray, which is not installed here; install it with {INSTALL}.")
+    if (why := lacking("ray")) is not None:
+        raise ConfigError(f"--on ray cannot be used: {why}.")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
@@ -200,20 +201,28 @@ def _deviations(law: Law, tokens: float) -> float:
     return math.log(tokens / law.a) / law.b if law.kind == "lognormal" else (tokens - law.a) / law.b
 
 
+def _below(deviations: float) -> float:
+    """The share of a standard normal law below so many deviations."""
+    return math.erfc(-deviations / math.sqrt(2)) / 2
+
+
 def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     """Normal and lognormal lengths from uniform numbers, by the inverse of the law's distribution between its bounds
     (half a token beyond them, since lengths are rounded)."""
+    from statistics import NormalDist  # a hundredth of a second to load
+
     import numpy as np
-    from scipy.special import ndtr, ndtri
 
     most = law.most or MOST_TOKENS
     if law.b == 0:
         return np.full(len(uniform), round(law.a))
     below, above = _deviations(law, law.least - 0.5), _deviations(law, most + 0.5)
-    if below > 0:  # the upper tail: its mirror image has more digits
-        deviations = -ndtri(ndtr(-above) + uniform * (ndtr(-below) - ndtr(-above)))
-    else:
-        deviations = ndtri(ndtr(below) + uniform * (ndtr(above) - ndtr(below)))
+    mirror = -1 if below > 0 else 1  # the upper tail's mirror image has more digits
+    low, high = sorted((_below(mirror * below), _below(mirror * above)))
+    shares = np.clip(
+        low + uniform * (high - low), sys.float_info.min, 1 - sys.float_info.epsilon / 2
+    )  # 0 and 1 are infinitely far
+    deviations = mirror * np.array([*map(NormalDist().inv_cdf, shares.tolist())])
     drawn = law.a * np.exp(law.b * deviations) if law.kind == "lognormal" else law.a + law.b * deviations
     lengths: NDArray[np.int64] = np.clip(np.rint(drawn), law.least, most).astype(np.int64)
     return lengths

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.exit_codes import lacking
 from backends.protocol import Prompt
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.load import Load
@@ -243,10 +244,10 @@ def exact_text(words: Sequence[str], n_tokens: int, count: Callable[[str], int] 
 def tokenizer_count(source: str) -> Callable[[str], int]:
     """Counts tokens, special ones apart, by a model directory, a tokenizer.json, or a cached Hugging Face id: nothing
     is downloaded. Raises WorkloadError."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise WorkloadError("--tokenizer needs the tokenizers package: pip install 'llm-dissect[tokenizer]'.") from None
+    if (why := lacking("tokenizers")) is not None:
+        raise WorkloadError(f"--tokenizer cannot be used: {why}.")
+    from tokenizers import Tokenizer
+
     path = Path(source)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import yaml
-
 from backends import docker, gpus
-from backends.launch import Mount
+from backends.exit_codes import lacking
+from backends.launch import LaunchError, Mount
 from backends.untrusted import escaped, printable
 from loadgen.config import Config, ConfigError
 from loadgen.server.launch import MODEL_DIR, Launch, plan_launch
@@ -162,7 +161,11 @@ def _command(config: Config) -> str:
 
 def as_yaml(document: Mapping[str, _Node]) -> str:
     """In block style, in the order of the document, each string on one line or, of several lines, as a block. A string
-    is quoted unless it is a plain word, so that YAML 1.1 and 1.2 read the same, and what does not print is escaped."""
+    is quoted unless it is a plain word, so that YAML 1.1 and 1.2 read the same, and what does not print is escaped.
+    Raises LaunchError where there is no YAML package."""
+    if (why := lacking("yaml")) is not None:
+        raise LaunchError(f"no compose file can be written: {why}.")
+    import yaml
 
     class Dumper(yaml.SafeDumper):
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:

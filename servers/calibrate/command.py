@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cyclopts import Group, Parameter
 
 from backends import exit_codes
-from backends.exit_codes import UserError, check_least
+from backends.exit_codes import UserError, check_least, lacking
 from loadgen import terminal
 from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.option_types import Whole, option
@@ -64,6 +64,8 @@ class CalibrationError(UserError):
 
 def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[[str], None]) -> Profile:
     """The profile of one server's software on one kind of GPU. Raises CalibrationError."""
+    if (why := lacking("scipy")) is not None:
+        raise CalibrationError(f"{why}.")
     schedulers = {run.setup.scheduler for run in observed}
     cards = {run.setup.gpu for run in observed}
     if len(schedulers) > 1:

@@ -17,6 +17,7 @@ import pynvml
 import pytest
 
 from backends import gpus
+from backends.exit_codes import install_command
 from backends.gpus import GpuError, Inventory, P2pDecision, Probe, choose, decide_p2p
 
 OK, CHIPSET, GPU_LOST, NOT_SUPPORTED = 0, 1, 15, 5
@@ -231,7 +232,12 @@ def test_no_driver_as_the_real_pynvml_tells_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus.read() == Inventory(problem="the Python package nvidia-ml-py is not installed")
+    monkeypatch.setattr(gpus, "has_driver", lambda: False)  # then there is nothing that a package would show
+    assert gpus.read() == Inventory(problem="no NVIDIA driver")
+    monkeypatch.setattr(gpus, "has_driver", lambda: True)
+    assert gpus.read() == Inventory(
+        problem=f"the Python package nvidia-ml-py is not installed; {install_command('gpu')}"
+    )
 
 
 def test_a_driver_without_gpus(machine: Machine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from backends import exit_codes, gpus
+from backends.exit_codes import install_command
 from training_probe import cli, results
 from training_probe.grid import LETTERS, Cell, cell
 from training_probe.launch import node
@@ -51,17 +52,17 @@ def one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str], message: s
         (["--method", "F", "--attention", "math"], "name one"),
         (["--method", "Z3", "--gpus", "9", "--device", "cuda"], "9 GPUs would be needed and this machine has none"),
         (["--method", "Z3", "--device", "cuda"], "1 GPU would be needed and this machine has none"),
-        (["--method", "F", "--engine", "ddp"], "torch, transformers are not installed; pip install 'llm-"),
+        (["--method", "F", "--engine", "ddp"], "torch, transformers are not installed; pip install "),
         (["--method", "Z3"], "torch, transformers, deepspeed are not installed"),
-        (["--method", "QL"], "deepspeed, peft, bitsandbytes are not installed; pip install 'llm-dissect[train]'"),
+        (["--method", "QL"], f"deepspeed, peft, bitsandbytes are not installed; {install_command('train')}"),
         (["--method", "F", "--engine", "ddp", "--adamw-8bit"], "transformers, bitsandbytes are not installed"),
         (["--method", "Z3", "--engine", "fsdp2", "--adamw-8bit"], "transformers, torchao are not installed"),
         (["--method", "F", "--engine", "ddp", "--loss", "liger"], "transformers, liger_kernel are not installed"),
-        (["--method", "F", "--engine", "megatron"], "megatron are not installed; pip install 'llm-dissect[train,meg"),
-        ([], "pip install 'llm-dissect[train]'"),
+        (["--method", "F", "--engine", "megatron"], f"megatron are not installed; {install_command('train,megatron')}"),
+        ([], install_command("train")),
         (["--preset", "paper-table3"], "7b is for GPUs and this machine has none that can be used; with --device cpu"),
         (["--model", "7b", "--method", "Z3"], "its 6.7 billion parameters are trained all the same"),
-        (["--model", "7b", "--method", "Z3", "--device", "cpu"], "pip install 'llm-dissect[train]'"),
+        (["--model", "7b", "--method", "Z3", "--device", "cpu"], install_command("train")),
         (["--model", ".", "--method", "Z3"], "no config.json"),
         (["--model", "./no/such", "--method", "Z3"], "there is no directory './no/such'"),
         (["--model", "nosuch", "--method", "Z3"], "unknown model 'nosuch'; known are 7b"),

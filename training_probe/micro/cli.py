@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ import msgspec
 from cyclopts import App, Group, Parameter
 
 from backends import exit_codes
+from backends.exit_codes import lacking
 from loadgen.option_types import option
 from loadgen.terminal import result_line, say, say_error, width
 from training_probe import options
@@ -317,8 +317,8 @@ def _run(
     from training_probe.launch.runner import HERE
     from training_probe.micro import run
 
-    if nodes is None and find_spec("torch") is None:
-        raise MicroError("torch is not installed; pip install 'llm-dissect[train]'.")
+    if nodes is None and (why := lacking("torch")) is not None:
+        raise MicroError(f"{why}.")
     device = machine.device
     samples, budget_s = _sampling(measuring, kind, preset, device)
     between = kind == "collectives" and device == "cuda" and nodes is None

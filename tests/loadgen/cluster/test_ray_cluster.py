@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backends.exit_codes import install_command
 from loadgen import cli
 from loadgen.cluster import ray_cluster
 
@@ -27,7 +28,7 @@ def test_without_ray_a_sentence_says_how_to_install_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else there(name, *rest))
     monkeypatch.setitem(sys.modules, "ray", None)
     code, err = refused(capsys, "--on", "ray")
-    assert code == 2 and "needs Ray, which is not installed here; install it with pip install 'llm-dissect[ray]'" in err
+    assert code == 2 and f"the Python package ray is not installed; {install_command('ray')}" in err
 
 
 def test_an_address_where_nobody_answers_is_one_sentence(

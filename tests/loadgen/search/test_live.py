@@ -85,7 +85,9 @@ def test_a_search_that_is_killed_again_and_again_goes_on_with_the_same_probes(tm
     """Wherever it was: before its server listens, within a probe, between two."""
     out, moments = tmp_path / "a", random.Random(3)
     before: list[dict[str, Any]] = []
-    for _ in range(6):
+    for attempt in range(30):
+        if attempt >= 6 and before:  # a machine that others use may not end one probe in the first six
+            break
         going_on = (out / "search.json").exists()
         argv = ("--resume", str(out)) if going_on else (*SHORT, "--out", str(out))
         process = subprocess.Popen([*LOADGEN, "search", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

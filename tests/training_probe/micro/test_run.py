@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from backends import gpus
+from backends import exit_codes, gpus
+from backends.exit_codes import install_command
 from tests.training_probe.micro.test_tables import H200, at, manifest
 from training_probe import cli
 from training_probe.micro import cli as micro_cli
@@ -146,7 +147,7 @@ def test_a_point_that_cannot_be_is_refused(field: str, value: int, tmp_path: Pat
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpus, "read", lambda: gpus.Inventory(problem="no NVIDIA driver"))
-    monkeypatch.setattr(micro_cli, "find_spec", lambda name: object())
+    monkeypatch.setattr(micro_cli, "lacking", lambda name: None)
     monkeypatch.chdir(tmp_path)
 
 
@@ -197,8 +198,9 @@ def test_collectives_need_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_torch_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_cli, "find_spec", lambda name: None)
-    one_sentence(["gemm"], capsys, "torch is not installed; pip install 'llm-dissect[train]'")
+    monkeypatch.setattr(micro_cli, "lacking", exit_codes.lacking)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    one_sentence(["gemm"], capsys, f"the Python package torch is not installed; {install_command('train')}")
 
 
 @linux
