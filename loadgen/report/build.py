@@ -222,6 +222,8 @@ def _steady(
     if flow is None and slots is None:
         return None
     seen = None if flow is None else keeping_up.judge(flow)
+    if seen is not None and of_sessions:
+        seen = msgspec.structs.replace(seen, why=seen.why.replace("requests", "sessions"))
     change = None
     if not of_sessions and not flows.changes(manifest.arrival):  # histories grow, and a pace with them
         pauses = [(stall.start_s, stall.end_s) for stall in silent]

@@ -37,13 +37,38 @@ def of_requests(measured: Table, manifest: Manifest) -> Flow | None:
     first_s = measured.first_token_ns[rows] / 1e9 if streamed else arrived_s
     known = measured.output_tokens[rows]
     tokens = np.where(known > 0, known, measured.asked_tokens[rows]).astype(np.float64)
-    return Flow(
+    flow = Flow(
         arrived_s=arrived_s,
         first_s=np.where(ok, np.maximum(first_s, arrived_s), np.inf),
         done_s=np.where(ok, measured.done_ns[rows] / 1e9, np.inf),
         tokens=tokens if tokens.any() else None,
         rate_per_s=_rate_per_s(manifest.arrival),
         mean_tokens=_mean_tokens(manifest, tokens[ok], measured.asked_tokens[rows][ok]),
+    )
+    return _with_unrecorded(flow, measured.id[rows], measured.id, manifest.requests_planned)
+
+
+def _with_unrecorded(flow: Flow, ids: NDArray[np.int64], recorded: NDArray[np.int64], planned: int | None) -> Flow:
+    """With the requests that a killed client had under way, of which it left no record: sent, and begun to be answered,
+    as those around them were, by their numbers. ids: of the flow's requests; recorded: of all."""
+    ended = np.isfinite(flow.done_s)
+    if planned is None or len(recorded) >= planned or not ended.any() or ids.min() < 0 or ids.max() >= planned:
+        return flow
+    lost = np.setdiff1d(np.arange(ids[ended].max()), recorded)
+    place = np.argsort(ids[ended])
+
+    def between(column: NDArray[np.float64]) -> NDArray[np.float64]:
+        around = column[ended][place]
+        return np.concatenate((column, np.interp(lost, ids[ended][place], around)))
+
+    arrived_s, first_s = between(flow.arrived_s), between(flow.first_s)
+    order = np.argsort(arrived_s, kind="stable")
+    endless, usual = np.full(len(lost), np.inf), np.full(len(lost), 0.0 if flow.tokens is None else flow.tokens.mean())
+    return flow._replace(
+        arrived_s=arrived_s[order],
+        first_s=np.maximum(first_s, arrived_s)[order],
+        done_s=np.concatenate((flow.done_s, endless))[order],
+        tokens=None if flow.tokens is None else np.concatenate((flow.tokens, usual))[order],
     )
 
 

@@ -306,6 +306,23 @@ def test_a_killed_run_is_reported_and_invalid(tmp_path: Path) -> None:
     assert "2 of 4 planned requests left no record" in texts.render(built)
 
 
+def test_an_old_run_is_judged_as_it_is(tmp_path: Path) -> None:
+    """What the first version wrote: a manifest and records without what came later."""
+    rows = [request(at, scheduled=100 * at / 1.5, sent=100 * at / 1.5, first=100 * at + 1) for at in range(400)]
+    run = write_run(tmp_path / "run", rows, manifest(arrival="poisson:15", requests_planned=400), facts())
+    first = "schema run_id version started_unix_s argv config backend model url emulated arrival machine"
+    kept = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps({name: kept[name] for name in first.split()}))
+    lines = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    late = ("first_tokens", "shared_tokens", "retried", "session", "turn")
+    old = [{name: value for name, value in line.items() if name not in late} for line in lines]
+    (run / "requests.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in old))
+    built, _ = build.from_directory(run)
+    assert built.steady is not None and built.steady.keeping_up is not None
+    assert built.steady.keeping_up.word == "fell_behind"
+    assert built.steady.keeping_up.served_per_s == pytest.approx(10, rel=0.05)
+
+
 def test_limits_of_the_run_itself_are_the_default(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HAND, manifest(config={"goodput": ["ttft:200", "tpot:100"]}), facts())
     limits_of_the_run = build.from_directory(run)[0].goodput

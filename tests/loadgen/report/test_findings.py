@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Table, table
+from loadgen.steady import flows
 from tests.loadgen.tables import facts, failure, manifest, request
 
 CLEAN = 4000  # enough for p99.9
@@ -587,6 +590,61 @@ def test_a_server_that_keeps_up_or_is_not_asked() -> None:
     assert "OVERLOADED" not in {each.code for each in few.verdict.findings}
     failed = build.build(manifest(arrival="constant:15"), with_outcome("http_error", 400, queued(15)), [facts()])
     assert "cannot be told" in text.render(failed)
+
+
+def test_a_killed_client_is_judged_up_to_the_kill() -> None:
+    """A real server that was offered 54 requests/s and serves 33: what was under way at the kill left no record."""
+    kept = json.loads((Path(__file__).parents[2] / "data/steady_h200/poisson-54-40.json").read_text())
+    columns = zip(kept["sent_ms"], kept["first_ms"], kept["done_ms"], kept["output_tokens"], strict=True)
+    rows = [
+        request(at, scheduled=sent, sent=sent, first=first, gaps=(done - first,), output_tokens=n, asked_tokens=n)
+        for at, (sent, first, done, n) in enumerate(columns)
+    ]
+    law = {"output_tokens": "uniform:50:350"}
+    run = manifest(arrival="poisson:54", requests_planned=len(rows), config=law)
+    for killed_s in (40, 60):
+        left = table([row for row in rows if (row.done_ns or 0) < killed_s * 1e9])
+        built = build.build(run, left, [])
+        assert "KILLED" in {each.code for each in built.verdict.findings}
+        assert built.steady is not None and built.steady.keeping_up is not None
+        assert built.steady.keeping_up.word == "fell_behind"
+        assert built.steady.keeping_up.served_per_s == pytest.approx(33.3, rel=0.15)
+    answered = table([*rows[:300], *(failure(at) for at in range(300, 400))])
+    flow = flows.of_requests(answered, msgspec.structs.replace(run, requests_planned=500))
+    assert flow is not None and len(flow.arrived_s) == 300  # what failed left a record
+
+
+@pytest.mark.parametrize("arrival", ["poisson:15", "ramp:1:20:30", "concurrency:8", "trace:mooncake"])
+def test_strange_records_are_judged_without_a_number_that_is_none(arrival: str) -> None:
+    """Nothing, one session, all at once, replies that take no time, a clock that steps by an hour there and back."""
+
+    def stepped(by_ms: float) -> Table:
+        at_ms = [60.0 * at + (by_ms if at >= 200 else 0) + 3.6e6 for at in range(400)]
+        return table(
+            request(at, scheduled=each, sent=each, first=60 * at + 3.6e6 + 100 + (by_ms if at > 197 else 0))
+            for at, each in enumerate(at_ms)
+        )
+
+    turns = [request(at, sent=300 * at, first=300 * at + 100, session=0, turn=at + 1) for at in range(60)]
+    strange = {
+        "nothing": table([]),
+        "one session": table(turns),
+        "all at once": table(request(at, sent=0, first=100 + at) for at in range(400)),
+        "no time": table(request(at, scheduled=10 * at, sent=10 * at, first=10 * at, gaps=()) for at in range(400)),
+        "never sent": table(failure(at, "dropped", sent=None) for at in range(100)),
+        "an hour ahead": stepped(3.6e6),
+        "an hour back": stepped(-3.6e6),
+    }
+    for name, records in strange.items():
+        with np.errstate(all="raise"):
+            built = build.build(manifest(arrival=arrival, requests_planned=len(records)), records, [facts()])
+            shown = text.render(built)
+        assert "nan" not in shown.split() and "inf" not in shown.split(), name
+        assert "OVERLOADED" not in {each.code for each in built.verdict.findings}, name
+        assert ("CONTRADICTION" in {each.code for each in built.verdict.findings}) == (name == "an hour back")
+    if arrival != "concurrency:8":
+        said = text.render(build.build(manifest(arrival=arrival), strange["one session"], [facts()]))
+        assert "cannot be told: fewer than 20 sessions were answered." in said
 
 
 def test_a_load_that_the_server_never_saw() -> None:
