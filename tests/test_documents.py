@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -59,3 +62,16 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.processes
+def test_the_quick_start_answers_its_three_questions(tmp_path: Path) -> None:
+    """Each command as it stands there, one after the other. A run on a busy machine may be judged INVALID."""
+    questions = (ROOT / "docs" / "quickstart.md").read_text().partition("## Three questions")[2].partition("\n## ")[0]
+    commands = [line for block in re.findall(r"^```\n(.*?)^```", questions, re.M | re.S) for line in block.splitlines()]
+    assert [command.split()[1] for command in commands] == ["run", "run", "compare", "search", "predict", "plan"]
+    for command in commands:
+        argv = [sys.executable, "-m", *shlex.split(command)]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        assert done.returncode in ((0, 4) if command.split()[1] in ("run", "compare") else (0,)), command + done.stderr
+        assert done.stdout and "Traceback" not in done.stderr
