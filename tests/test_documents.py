@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import loadgen.cli
+import training_probe.cli
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
@@ -62,6 +65,23 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def commands_of(document: Path) -> list[list[str]]:
+    """Lines of code that begin with one of the programs, as words. Their addresses stand for any."""
+    text = (ROOT / document).read_text()
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ )?((?:loadgen|training_probe) [^|;\n]*)", blocks, flags=re.MULTILINE)
+    return [shlex.split(re.sub(r"\bURL\b", "http://127.0.0.1:8000", line), comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if "lab" not in each.parts], ids=str)
+def test_the_programs_know_the_commands(document: Path) -> None:
+    """By their words and options: none is started."""
+    apps = {"loadgen": loadgen.cli.build_app(), "training_probe": training_probe.cli.build_app()}
+    for program, *words in commands_of(document):
+        if "--config" not in words:  # which is read before the rest
+            apps[program].parse_args(words, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.processes
