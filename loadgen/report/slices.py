@@ -88,9 +88,8 @@ def window(
         last_s, tokens = flows.cut(seen, measured, span.to_s)
         throughput["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
         if (prompt_tokens := measured.prompt_tokens[seen.rows]).min() >= 0:  # a prompt counts when it is done
-            begins, ends = (np.concatenate((each, seen.first_s)) for each in (seen.first_s, last_s))
             throughput["total_tokens_per_s"] = steady.spread_rate(
-                begins, ends, np.concatenate((tokens, prompt_tokens)), span
+                seen.first_s, last_s, tokens, span, prompt_tokens.astype(np.float64)
             )
     replies = steady.of_whole_replies(seen, span)
     found: dict[str, dict[str, steady.Estimate]] = {}

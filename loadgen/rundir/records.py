@@ -20,11 +20,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from backends import foreign_files
@@ -40,7 +42,8 @@ SCHEMA = "loadgen.requests/1"
 PHASES = ("warmup", "measured")
 
 MOST_TURNS = 1 << 31  # of a session
-_Shared = Annotated[int, msgspec.Meta(ge=0)]
+_Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # as a column takes it
+_Shared = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -52,22 +55,22 @@ class Record(msgspec.Struct, kw_only=True):
     answer, where reasoning that is told apart came before it.
     """
 
-    id: int
+    id: _Whole
     scheduled_ns: int
     sent_ns: int | None = None
     headers_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     done_ns: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    first_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_tokens: _Whole | None = None
+    output_tokens: _Whole | None = None
+    first_tokens: _Whole | msgspec.UnsetType | None = msgspec.UNSET
     answer_ns: int | msgspec.UnsetType = msgspec.UNSET
-    asked_prompt_tokens: int
-    asked_tokens: int
-    cached_tokens: int | None = None
-    events: int = 0
-    status: int | None = None
+    asked_prompt_tokens: _Whole
+    asked_tokens: _Whole
+    cached_tokens: _Whole | None = None
+    events: _Whole = 0
+    status: _Whole | None = None
     outcome: str
     phase: str = "measured"
     error: str | None = None
@@ -253,6 +256,8 @@ _INTEGERS = (
     "session", "turn", "events", "status",
 )  # fmt: skip
 _NONE = {"shared_tokens": 0, "session": -1, "turn": 0}  # in the column, where the record has no such field
+_OWN = [name for name in _INTEGERS if name != "first_tokens"]
+_OWN_INTEGERS = attrgetter(*_OWN)
 _ALWAYS = ("id", "scheduled_ns", "asked_prompt_tokens", "asked_tokens", "events")  # fields that are never null
 COLUMNS = (*_INTEGERS, "outcome", "phase")
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
@@ -340,6 +345,8 @@ class _Columns:
 
     def __init__(self) -> None:
         self._integers = {name: array("q") for name in _INTEGERS}
+        self._rows: list[tuple[Any, ...]] = []  # integers of records that are in no column yet: together they are quick
+        self._first: list[int | None] = []
         self._outcome, self._phase = array("b"), array("b")
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
@@ -364,13 +371,12 @@ class _Columns:
             self._gaps.append(array("I"))
         try:
             self._gaps[-1].extend(record.itl_us)
-            for name, column in self._integers.items():
-                value = getattr(record, name)
-                if name == "first_tokens":
-                    value = self._first_tokens(record)
-                column.append(-1 if value is None else _NONE[name] if value is msgspec.UNSET else value)
         except OverflowError as error:
             raise ValueError(f"a number is out of range: {error}") from None
+        self._rows.append(_OWN_INTEGERS(record))
+        self._first.append(self._first_tokens(record))
+        if len(self._rows) >= WRITTEN_TOGETHER:
+            self._flush()
         self._gap_counts.append(len(record.itl_us))
         self._outcome.append(_OUTCOME_CODE[record.outcome])
         self._phase.append(_PHASE_CODE[record.phase])
@@ -388,6 +394,20 @@ class _Columns:
         if record.answer_ns is not msgspec.UNSET and record.phase == "measured":
             self._answers_ns[record.id] = record.answer_ns
 
+    def _flush(self) -> None:
+        columns = dict(zip(_OWN, zip(*self._rows, strict=True), strict=False)) | {"first_tokens": tuple(self._first)}
+        self._rows.clear()
+        self._first.clear()
+        for name, values in columns.items():
+            try:
+                whole = array("q", values)
+            except TypeError:  # some have no such field, or nothing in it
+                absent = _NONE.get(name, -1)
+                whole = array("q", [-1 if each is None else absent if each is UNSET else each for each in values])
+            except OverflowError as error:  # what was read is in range: these were made here
+                raise ValueError(f"a number is out of range: {error}") from None
+            self._integers[name].extend(whole)
+
     def _first_tokens(self, record: Record) -> int | None:
         """A record without them tells them by its gaps; where the gaps were left out too, they are taken to be one."""
         if record.first_tokens is msgspec.UNSET:
@@ -399,6 +419,7 @@ class _Columns:
 
     def table(self) -> Table:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
+        self._flush()
         ids = np.asarray(self._integers["id"])
         phase = np.asarray(self._phase)
         order = np.lexsort((ids, phase))

@@ -148,10 +148,16 @@ def rate(at_s: Floats, span: Span) -> Estimate:
     return _estimate(float(per_s.mean()), per_s)
 
 
-def spread_rate(begin_s: Floats, end_s: Floats, weights: Floats, span: Span) -> Estimate:
-    """How much of the weights (n,), each spread evenly from its begin to its end, falls into a second of the window."""
+def spread_rate(
+    begin_s: Floats, end_s: Floats, weights: Floats, span: Span, at_begin: Floats | None = None
+) -> Estimate:
+    """How much of the weights (n,), each spread evenly from its begin to its end, falls into a second of the window;
+    together with others (n,) that fall at the begins."""
     edges_s = span.edges_s()
-    per_s = spread(begin_s, end_s, weights, edges_s) / np.diff(edges_s)
+    within = spread(begin_s, end_s, weights, edges_s)
+    if at_begin is not None:
+        within += np.histogram(begin_s, edges_s, weights=at_begin)[0]
+    per_s = within / np.diff(edges_s)
     return _estimate(float(per_s.mean()), per_s)
 
 
