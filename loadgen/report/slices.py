@@ -41,7 +41,7 @@ ALIKE = ("ttft", "tpot", "itl", "e2el")
 RESOLUTION_MS, RESOLUTION_RATIO = 5.0, 0.1
 # Of the requests: a histogram that counts more of them, or fewer, is of other requests too.
 OTHERS_RATIO = 0.02
-UNIT_RATIO = 100.0  # a mean that is so many times the client's is in another unit
+UNIT_RATIO = 100.0  # a mean that is so many times the client's is in another unit, and so are the server's others
 STATISTICS = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}  # of percentiles their shares
 
 
@@ -203,11 +203,12 @@ def stamps(told: ServerRequests | None, server: ServerStats | None, seen: dict[s
                 client = told.client.get(name)
                 named = name.removesuffix("_ms")
                 found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES)
-    for name, own_ms in _of_metrics(server):
-        client = seen[f"{name}_ms"] if name in ALIKE else None
-        client_ms = None if client is None else client.mean
-        if name not in found and not (client_ms and own_ms > UNIT_RATIO * client_ms):
-            found[name] = Stamp(name, own_ms, client_ms, (server and server.ended) or 0, METRICS)
+    shown = dict(_of_metrics(server))
+    client_ms = {name: seen[f"{name}_ms"].mean for name in shown if name in ALIKE}
+    if any(own_ms > UNIT_RATIO * (client_ms.get(name) or math.inf) for name, own_ms in shown.items()):
+        shown = {}
+    for name, own_ms in shown.items():
+        found.setdefault(name, Stamp(name, own_ms, client_ms.get(name), (server and server.ended) or 0, METRICS))
     return list(found.values())
 
 

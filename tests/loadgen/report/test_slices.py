@@ -161,6 +161,12 @@ def test_stamps_of_replies_go_before_those_of_histograms() -> None:
     assert slices.stamps(None, None, seen()) == []
 
 
+def test_histograms_in_another_unit_are_left_out() -> None:
+    """One is enough to tell: a part of a request has nothing of the client's beside it."""
+    server = ServerStats(e2el_mean_ms=100_000.0, parts_ms={"time_per_token": 4000.0}, ended=100)
+    assert slices.stamps(None, server, seen(e2el=102.0)) == []
+
+
 @pytest.mark.parametrize(
     ("own_ms", "counted", "codes"),
     [
