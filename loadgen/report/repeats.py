@@ -23,7 +23,7 @@ from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, aligned, number
+from loadgen.report.text import EMULATED, QUICK_ACKS, aligned, number
 from loadgen.steady.blocks import Bounds
 
 SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
@@ -72,6 +72,7 @@ class Repeated(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     model: str
     emulated: bool
+    quick_acks: bool = False
     planned: int
     runs: list[RunVerdict]
     confidence: float = CONFIDENCE
@@ -170,6 +171,7 @@ def of_reports(paths: Sequence[Path], reports: Sequence[Report], planned: int) -
         backend=reports[0].backend,
         model=reports[0].model,
         emulated=any(report.emulated for report in reports),
+        quick_acks=any(report.quick_acks for report in reports),
         planned=planned,
         runs=runs,
         metrics={name: over_runs([each[name] for each in by_run]) for name in by_run[0]},
@@ -225,6 +227,8 @@ def notes(repeated: Repeated) -> list[str]:
         lines.append(UNFINISHED_NOTE if any(finished) else NONE_FINISHED_NOTE)
     if not all(run.valid for run in repeated.runs):
         lines.append(INVALID_NOTE)
+    if repeated.quick_acks:
+        lines.append(QUICK_ACKS)
     return lines
 
 

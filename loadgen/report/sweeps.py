@@ -25,7 +25,7 @@ from loadgen.report import build, repeats
 from loadgen.report.metrics import Distribution
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, markdown_text, number
+from loadgen.report.text import EMULATED, QUICK_ACKS, markdown_text, number
 from loadgen.rundir.records import RecordsError
 
 SCHEMA, FILE, TEXT = "loadgen.sweep/1", "sweep.json", "sweep.md"
@@ -401,7 +401,7 @@ def remarks(swept: Swept) -> list[str]:
     if plan.repeat > 1:
         lines.append("Each number is the mean over a point's finished runs; sweep.json has their 95 % intervals.")
     if plan.options.get("quick_acks"):
-        lines.append("Each read was acknowledged at once (--quick-acks), which ordinary clients do not do.")
+        lines.append(QUICK_ACKS)
     unknown = [point.value for point in swept.points if point.runs and mean(point, "tpot_p50") is None]
     if unknown:
         lines.append(

@@ -62,6 +62,7 @@ def name_of(report: Report) -> str:
 EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
 MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far off it was elsewhere stands below."
 SPED = "EMULATED: computed by a model of the hardware, not measured, and not at its own speed; see below."
+QUICK_ACKS = "Quick ACKs: each read was acknowledged at once (--quick-acks), which ordinary clients do not do."
 
 
 def warning(report: Report) -> str:
@@ -168,10 +169,13 @@ def _length_lines(report: Report) -> Iterator[str]:
             yield f"{what}{law}: {shown}."
 
 
+QUICK_ACKS = "Quick ACKs: each read was acknowledged at once (--quick-acks), which ordinary clients do not do."
+
+
 def _wire_lines(report: Report) -> Iterator[str]:
     """How reads were acknowledged, and what the wire adds."""
     if report.quick_acks:
-        yield "Quick ACKs: each read was acknowledged at once (--quick-acks), which ordinary clients do not do."
+        yield QUICK_ACKS
     if report.wire is not None:
         yield (
             f"Wire: first token after {number(report.wire.ttft_ms)} ms, with quick ACKs after "

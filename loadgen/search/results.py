@@ -16,7 +16,7 @@ from rich.text import Text
 
 from backends.untrusted import escaped, read_json
 from loadgen import rundir, summary
-from loadgen.report.text import EMULATED, number
+from loadgen.report.text import EMULATED, QUICK_ACKS, number
 from loadgen.rundir import RunError
 from loadgen.search import objective
 from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer
@@ -232,9 +232,10 @@ def verdict(run: ProbeRun) -> str:
 
 
 def end(result: SearchResult) -> str:
-    """Why it ended and where it began; it may have ended before it began."""
+    """Why it ended and where it began, if it did; and what of its measurements is unusual."""
     began = f" Began at {result.started_from}." if result.started_from else ""
-    return f"Ended because {result.ended_because}.{began}"
+    acks = f" {QUICK_ACKS}" if result.options.config.get("quick_acks") else ""
+    return f"Ended because {result.ended_because}.{began}{acks}"
 
 
 def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from loadgen.search import results
@@ -47,3 +48,11 @@ def test_a_side_without_a_bound_is_not_called_zero(low: float | None, high: floa
     known = Range(value=12.0, low=low, high=high)
     search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=[MET], rate_per_s=known)
     assert f"12.00 requests/s, {bounds} with 95 % confidence" in results.sentence(search)
+
+
+def test_quick_acks_are_said() -> None:
+    for given in (True, False):
+        options = msgspec.structs.replace(OPTIONS, config={"quick_acks": True} if given else {})
+        search = SearchResult(version="1", options=options, guess=Guess(load=12.0), probes=[MET])
+        for said in (results.render(search), results.markdown(search)):
+            assert ("--quick-acks" in said) == given
