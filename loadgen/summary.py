@@ -19,7 +19,7 @@ from loadgen.report.finding import Finding
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report, Verdict
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, name_of, number, timetable_line, warning
+from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, number, timetable_line, warning
 
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -34,6 +34,7 @@ STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
 def of_run(report: Report, columns: int) -> list[Text]:
     """The screen of a run, but for its files."""
     top = _verdict(report.verdict, columns) + _emulated(report.emulated, warning(report), columns)
+    top += _quick_acks(report.quick_acks, columns)
     below = [Text(), *_facts(report, columns), Text(), *_latencies(report, columns)]
     room = SCREEN_LINES - FILES_LINES - len(top) - len(below)
     return [*top, *_findings(report.verdict.findings, columns, room), *below]
@@ -44,6 +45,7 @@ def of_sweep(swept: Swept, columns: int) -> list[Text]:
     begun = [run for run in swept.runs if run.state != "waiting"]
     verdict = _of_runs([run.valid and run.state == "finished" for run in begun], columns)
     head = [*verdict, *_emulated(swept.emulated, EMULATED, columns), *wrapped(Text(sweeps.title(swept)), columns)]
+    head += _quick_acks(bool(swept.plan.options.get("quick_acks")), columns)
     unit = f", {swept.plan.unit}" if swept.plan.unit else ""
     rows = [[escaped(swept.plan.varies) + unit, "runs", *SWEPT, "verdict"]]
     for point in swept.points:
@@ -59,6 +61,7 @@ def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
     what = escaped(f"{len(repeated.runs)} of {repeated.planned} runs of {repeated.backend} {repeated.model}")
     verdict = _of_runs([run.valid for run in repeated.runs], columns)
     head = [*verdict, *_emulated(repeated.emulated, EMULATED, columns), *wrapped(Text(what), columns)]
+    head += _quick_acks(repeated.quick_acks, columns)
     names = [f"{name.removesuffix('_ms')}_{statistic}" for name in LATENCIES for statistic in ("p50", "p99")]
     rows = [["", "mean", "runs", "95 % CI"]]
     for name in ("requests_per_s", "output_tokens_per_s", *names):
@@ -136,6 +139,10 @@ def wrapped(text: Text, columns: int, most: int | None = None) -> list[Text]:
 
 def _emulated(emulated: bool, text: str, columns: int) -> list[Text]:
     return wrapped(Text(text, style="bold yellow"), columns) if emulated else []
+
+
+def _quick_acks(given: bool, columns: int) -> list[Text]:
+    return wrapped(Text(QUICK_ACKS), columns) if given else []
 
 
 def _verdict(verdict: Verdict, columns: int) -> list[Text]:

@@ -123,6 +123,14 @@ def test_repeats_have_one_screen(tmp_path: Path) -> None:
     assert re.search(rf"^ +ttft_p50 +{value} +\S+ to \S+$", text_of(summary.of_repeats(many, 80)), re.MULTILINE)
 
 
+def test_quick_acks_are_said() -> None:
+    quick = msgspec.structs.replace(judged(0), quick_acks=True)
+    for report, said in ((judged(0), False), (quick, True)):
+        repeated = repeats.of_reports([Path("1")], [report], planned=1)
+        for lines in (summary.of_run(report, 80), summary.of_repeats(repeated, 80)):
+            assert ("--quick-acks" in text_of(lines)) == said
+
+
 def test_a_run_among_others_is_one_line() -> None:
     line = summary.line("rate-5", judged(1))
     assert line.startswith("rate-5: INVALID, finished: ") and "ttft p50" in line and "\n" not in line
