@@ -131,37 +131,39 @@ def program_of(part: Part) -> str | None:
 
 
 @contextlib.contextmanager
+def behind(part: Part, server: int, directory: Path) -> Iterator[int]:
+    """The port at which the part passes on what a server at that port says."""
+    port = free_port()
+    places = {"port": port, "server": server, "file": directory / "config", "metrics": free_port()}
+    (directory / "config").write_text(part.config.format(directory=directory, more=part.more, **places))
+    program, modules = program_of(part) or part.program, UNPACKED / "usr/lib" / part.program
+    more = ("-m", str(modules)) if program.startswith(str(UNPACKED)) and modules.is_dir() else ()
+    with process(program, *more, *(each.format(**places) for each in part.arguments), port=port):
+        yield port
+
+
+@contextlib.contextmanager
 def served(part: Part, directory: Path) -> Iterator[int]:
     """The port at which the server answers, through the part."""
-    server, port = free_port(), free_port()
+    server, wire = free_port(), part.more if not part.program and part.more else "clean"
     words = [*LOADGEN, "serve", "--dialect", "openai", "--port", str(server), "--ttft-ms", str(TTFT_MS)]
-    words += ["--itl-ms", str(ITL_MS), "--wire", part.more if not part.program and part.more else "clean"]
-    with process(*words, port=server):
+    with process(*words, "--itl-ms", str(ITL_MS), "--wire", wire, port=server):
         if not part.program:
             yield server
             return
-        places = {"port": port, "server": server, "file": directory / "config", "metrics": free_port()}
-        (directory / "config").write_text(part.config.format(directory=directory, more=part.more, **places))
-        program, modules = program_of(part) or part.program, UNPACKED / "usr/lib" / part.program
-        more = ("-m", str(modules)) if program.startswith(str(UNPACKED)) and modules.is_dir() else ()
-        with process(program, *more, *(each.format(**places) for each in part.arguments), port=port):
+        with behind(part, server, directory) as port:
             yield port
 
 
+def command(port: int, out: Path, requests: int, *more: str) -> list[str]:
+    """What loadgen is told."""
+    words = ["run", "--backend", "openai", "--url", f"http://127.0.0.1:{port}", "--requests", str(requests), *more]
+    words += ["--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(TOKENS)]
+    return [*words, "--no-calibrate", "--out", str(out)]
+
+
 def measured(port: int, out: Path, *more: str) -> Any:
-    words = [*LOADGEN, "run", "--backend", "openai", "--url", f"http://127.0.0.1:{port}", "--requests", str(REQUESTS)]
-    words += [
-        "--model",
-        MODEL,
-        "--input-tokens",
-        str(INPUT_TOKENS),
-        "--output-tokens",
-        str(TOKENS),
-        "--no-calibrate",
-        "--out",
-        str(out),
-        *more,
-    ]
+    words = [*LOADGEN, *command(port, out, REQUESTS, "--model", MODEL, *more)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 4):
         raise SystemExit(done.stderr)
