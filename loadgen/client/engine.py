@@ -236,7 +236,7 @@ class Client:
         loop = asyncio.get_running_loop()
         self._t0_ns = t0_ns
         with _written():
-            self.records_file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns)
+            self.records_file = RecordsFile(path, self.job.run_id, self.job.version, t0_ns, model=self.job.model)
             for exchange in self._warmed:
                 self.records_file.write(exchange.record(t0_ns, self.job.sampling.stream))
         alarm = Alarm(loop, self._open_loop if not self.closed_loop else self._closed_loop)

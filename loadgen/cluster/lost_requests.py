@@ -24,7 +24,7 @@ def write(path: Path, plan: Plan, shards: int, shares: range, snapshots: Sequenc
     except records.RecordsError:
         home = set()
     job = plan.job
-    file = RecordsFile(path, job.run_id, job.version, t0_ns, at_once=False)
+    file = RecordsFile(path, job.run_id, job.version, t0_ns, model=job.model, at_once=False)
     for record in _begun(plan, shards, shares, snapshots):
         if record.id not in home:
             file.write(record)

@@ -34,7 +34,7 @@ from loadgen.report.pages import parts, run, runs
 from loadgen.report.pages.charts import Samples, Shown
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
-from loadgen.rundir import Manifest, records
+from loadgen.rundir import Manifest, contradictions, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
 from loadgen.steady import changes, flows, keeping_up
@@ -60,7 +60,7 @@ def build(
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
     seen: ServerView | None = None,
-    doubt: str = "",
+    doubts: Sequence[str] = (),
 ) -> Report:
     """The report of a run from its records (`table`) and the facts of each client process.
 
@@ -111,7 +111,7 @@ def build(
         steady=_steady(measured, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
     )
-    return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubt))
+    return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubts))
 
 
 def _judged(numbers: Numbers, listed: list[Finding]) -> Report:
@@ -314,9 +314,8 @@ def from_directory(
     header = records.read_header(directory)
     t0_ns = header.t0_monotonic_ns
     seen = server_view.read(directory, manifest.run_id, t0_ns, t0_ns + int(table.done_ns.max(initial=0)))
-    same = header.run_id == manifest.run_id
-    doubt = "" if same else f"the manifest is of run {manifest.run_id}, and the records are of run {header.run_id}"
-    return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id), doubt), table
+    doubts = contradictions.of_files(manifest, header)
+    return build(manifest, table, facts, slos, convention, seen or _kept(directory, manifest.run_id), doubts), table
 
 
 def _slos(directory: Path, manifest: Manifest) -> Mapping[str, float]:

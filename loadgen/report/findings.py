@@ -93,12 +93,17 @@ PERCENTILE_MISS_PROBABILITY = 0.025
 
 
 def find(
-    numbers: Numbers, table: Table, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest, doubt: str = ""
+    numbers: Numbers,
+    table: Table,
+    measured: Table,
+    facts: Sequence[ClientFacts],
+    manifest: Manifest,
+    doubts: Sequence[str] = (),
 ) -> list[Finding]:
-    """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts. doubt:
-    what contradicts itself in the run's directory besides its records, as a clause."""
+    """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts. doubts:
+    what contradicts itself in the run's directory besides its records, as clauses."""
     listed = [
-        *_contradictions([doubt] if doubt else [], contradictions.of_records(table, measured, facts, manifest)),
+        *_contradictions(doubts, contradictions.of_records(table, measured, facts, manifest)),
         *_server_ended(numbers.launch, measured),
         *_cluster(numbers),
         *_completeness(manifest, measured, facts),

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from backends import foreign_files
 from backends.exit_codes import UserError
 from backends.protocol import ServerRecord
-from backends.untrusted import UNDECODABLE, printable, reason
+from backends.untrusted import UNDECODABLE, printable, reason, without_secrets
 from loadgen.rundir import pace, parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
@@ -90,6 +90,7 @@ class Header(msgspec.Struct, kw_only=True):
     run_id: str
     version: str
     t0_monotonic_ns: int  # the machine's monotonic clock at t = 0, to lay other processes' stamps beside ours
+    model: str = ""  # that was asked for; empty in files of older versions
 
 
 class ClientFacts(msgspec.Struct, kw_only=True):
@@ -486,12 +487,15 @@ class RecordsFile:
     """Appends records to a JSONL file, and goes on in the next one where it is full; every line is with the kernel when
     `write` returns, so kill -9 loses none. Not `at_once`: what can be computed again is written when there is much."""
 
-    def __init__(self, path: Path, run_id: str, version: str, t0_monotonic_ns: int, at_once: bool = True) -> None:
+    def __init__(
+        self, path: Path, run_id: str, version: str, t0_monotonic_ns: int, *, model: str = "", at_once: bool = True
+    ) -> None:
         self._at_once = at_once
         encoder = msgspec.json.Encoder()
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._path, self._number = path, 1
-        self._header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns)
+        header = Header(run_id=run_id, version=version, t0_monotonic_ns=t0_monotonic_ns, model=model)
+        self._header = without_secrets(header)  # as the manifest is written
         self.file = path.open("xb")
         self._size_bytes = 0
         self._line(self._header)

@@ -230,7 +230,9 @@ def write(
     _give_back()
     rundir.write_manifest(directory, run_manifest)
     path = directory / "requests.jsonl"
-    file = records.RecordsFile(path, run_manifest.run_id, run_manifest.version, 0, at_once=False)
+    file = records.RecordsFile(
+        path, run_manifest.run_id, run_manifest.version, 0, model=run_manifest.model, at_once=False
+    )
     file.write_table(table)
     facts = records.ClientFacts(
         state="complete",

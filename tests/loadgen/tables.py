@@ -83,9 +83,9 @@ def manifest(**changes: Any) -> rundir.Manifest:
     values: dict[str, Any] = {
         "run_id": "20261121-120000-abc123",
         "version": "0.1.0",
-        "started_unix_s": 1795000000.0,
+        "started_unix_s": 1795262400.0,
         "argv": ["loadgen", "run"],
-        "config": {"requests": 1000, "seed": 0},
+        "config": {"requests": 10_000, "seed": 0},
         "backend": "vllm",
         "model": "llama-2-7b",
         "url": "http://127.0.0.1:8000",
@@ -100,7 +100,7 @@ def write_run(directory: Path, records: list[Record], run: rundir.Manifest, clie
     """A run directory as the engine leaves it; `client` None: as a kill leaves it."""
     directory.mkdir()
     rundir.write_manifest(directory, run)
-    file = RecordsFile(directory / "requests.jsonl", run.run_id, run.version, 0)
+    file = RecordsFile(directory / "requests.jsonl", run.run_id, run.version, 0, model=run.model)
     for record in records:
         file.write(record)
     if client is not None:

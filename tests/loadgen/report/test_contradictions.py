@@ -12,7 +12,7 @@ import pytest
 from loadgen import cli, rundir
 from loadgen.report import build, repeats
 from loadgen.report.finding import Finding
-from loadgen.rundir.records import Record, table
+from loadgen.rundir.records import ClientFacts, Record, table
 from tests.loadgen.report.test_sessions import turn
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
@@ -87,8 +87,94 @@ def test_a_client_that_says_what_cannot_be() -> None:
     assert "numbers below zero" in report.verdict.findings[0].message
 
 
+HONEST = {"requests_planned": 3, "client_processes": 1, "config": {"stream": True, "concurrency": 2, "duration": 5.0,
+          "output_tokens": 4, "input_tokens": 10}}  # fmt: skip
+
+
+def loop(**changes: Any) -> list[Record]:
+    """A closed loop of two, 160 ms a request."""
+    times = ((0, 1), (0, 1), (161.1, 161.1))
+    return [request(number, scheduled=due, sent=sent, first=sent + 100, **changes)
+            for number, (due, sent) in enumerate(times)]  # fmt: skip
+
+
+def told(records: list[Record], client: ClientFacts, **changes: Any) -> str:
+    report = build.build(manifest(**{**HONEST, **changes}), table(records), [client])
+    listed = [finding for finding in report.verdict.findings if finding.code == "CONTRADICTION"]
+    assert not listed or not report.verdict.valid
+    return listed[0].message if listed else ""
+
+
+def test_an_honest_loop_contradicts_nothing() -> None:
+    assert told(loop(), facts(events=12)) == ""
+    touching = [request(number, sent=161 * number, first=161 * number + 100) for number in range(3)]
+    assert told(touching, facts(events=12), config={**HONEST["config"], "concurrency": 1}) == ""
+    assert told(loop(), facts(events=12), config={**HONEST["config"], "concurrency": "1:2:10"}) == ""
+    unstreamed = loop(first_token_ns=None, last_token_ns=None, events=0, itl_us=[])
+    assert told(unstreamed, facts(events=3), config={**HONEST["config"], "stream": False}) == ""
+    lost = [*loop()[:2], failure(2, "node_lost", sent=200, done=210)]  # its client's last line says more than came home
+    assert told(lost, facts(events=20)) == ""
+
+
+FOOTERS = {
+    "other events": ({"events": 13}, "counted 13 events, and the records hold 12"),
+    "too short": ({"wall_s": 0.1, "cpu_s": 0.01}, ""),  # within what is allowed
+    "CPU seconds of a year": ({"cpu_s": 3e7, "cpu_peak_ratio": 3e6}, "3e+07 s of CPU time within 10 s"),
+    "a mean above the busiest second": ({"cpu_s": 9.0, "cpu_peak_ratio": 0.2}, "more CPU time on average"),
+    "time that nobody was there": ({"wall_s": 9e5}, "the last request ended 0.3211 s after the start"),
+    "fewer connections than requests at once": ({"connections": 1}, "2 requests were in flight at once, over 1"),
+    "stood still later": ({"stalls": ((100.0, 101.0),)}, "stood still after its end"),
+    "steal without end": ({"steal_ratio": 5.0}, "robbed of more CPU time than there was"),
+    "steal below zero": ({"steal_ratio": -0.5}, "numbers below zero"),
+    "memory below zero": ({"peak_rss_bytes": -4}, "numbers below zero"),
+    "lags out of order": ({"loop_lag_p50_ms": 5.0}, "late by more at its median"),
+    "no number": ({"cpu_s": -1.0}, "numbers below zero"),
+}
+
+
+@pytest.mark.parametrize(("changes", "why"), FOOTERS.values(), ids=FOOTERS.keys())
+def test_last_lines_that_differ_from_the_records(changes: dict[str, Any], why: str) -> None:
+    message = told(loop(), facts(**{"events": 12, **changes}))
+    assert why in message and bool(why) == bool(message)
+
+
+def test_more_in_flight_than_the_loop_holds() -> None:
+    at_once = [request(number, sent=1 + number) for number in range(3)]
+    assert "3 requests were in flight at once, of 2 at most" in told(at_once, facts(events=12))
+    assert told(at_once, facts(events=12), config={**HONEST["config"], "concurrency": "1:3:10"}) == ""
+
+
+DAY_MS = 86_400_000.0
+
+
+@pytest.mark.parametrize(
+    ("by_ms", "why"), [(3 * DAY_MS, "the last request ended 259201 s after"), (-3 * DAY_MS, "was due before the start")]
+)
+def test_times_that_were_shifted(by_ms: float, why: str) -> None:
+    shifted = [request(n, scheduled=by_ms, sent=by_ms + 1 + 200 * n, first=by_ms + 101 + 200 * n) for n in range(3)]
+    assert why in told(shifted, facts(events=12))
+
+
+def test_requests_beyond_what_was_asked() -> None:
+    late = [*loop()[:2], request(2, scheduled=9000, sent=9001, first=9101)]
+    assert "was due after the 5 s in which requests begin" in told(late, facts(events=12))
+    longer = [*loop()[:2], request(2, sent=161.1, first=261, asked_tokens=8)]
+    assert "other output tokens than the 4 of the manifest" in told(longer, facts(events=12))
+    more = [*loop()[:2], request(2, sent=161.1, first=261, asked_prompt_tokens=11)]
+    assert "other input tokens than the 10 of the manifest" in told(more, facts(events=12))
+    assert told(more, facts(events=12), config={**HONEST["config"], "prefix": "1:4"}) == ""
+    fewer = {**HONEST["config"], "requests": 2}
+    assert "3 requests are recorded and the manifest asks for 2" in told(loop(), facts(events=12), config=fewer)
+    whole = {**HONEST["config"], "stream": False}
+    assert "was not streamed, and has events" in told(loop(), facts(events=12), config=whole)
+    named = loop(model="llama-2-7b")
+    assert "names llama-2-7b as another model than was asked for" in told(named, facts(events=12))
+    other = {**HONEST["config"], "dataset": "prompts.jsonl"}  # its lines say how long replies may be
+    assert told(longer, facts(events=12), config=other) == ""
+
+
 def a_run(directory: Path, **changes: Any) -> Path:
-    return write_run(directory, [request()], manifest(requests_planned=1, **changes), facts())
+    return write_run(directory, [request()], manifest(requests_planned=1, **changes), facts(events=4))
 
 
 def other_manifest(directory: Path) -> None:
@@ -101,7 +187,26 @@ def last_line_twice(directory: Path) -> None:
     path.write_bytes(b"".join([*lines, lines[-1]]))
 
 
-@pytest.mark.parametrize("spoil", [other_manifest, last_line_twice])
+def other_model(directory: Path) -> None:
+    rundir.write_manifest(directory, manifest(model="gpt-5", requests_planned=1, client_processes=1))
+
+
+def another_day(directory: Path) -> None:
+    rundir.write_manifest(directory, manifest(started_unix_s=1795262400.0 - 3 * 86400, requests_planned=1))
+
+
+def another_version(directory: Path) -> None:
+    rundir.write_manifest(directory, manifest(version="9.9", requests_planned=1, client_processes=1))
+
+
+def before_the_clock(directory: Path) -> None:
+    path = directory / "requests.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"t0_monotonic_ns":0', b'"t0_monotonic_ns":-5'))
+
+
+@pytest.mark.parametrize(
+    "spoil", [other_manifest, last_line_twice, other_model, another_day, another_version, before_the_clock]
+)
 def test_a_directory_that_was_put_together(
     spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

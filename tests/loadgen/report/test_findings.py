@@ -136,14 +136,17 @@ def test_send_lag_below_the_grain_of_timers_is_nothing() -> None:
 
 @pytest.mark.parametrize(("code", "field"), [("LOOP_LAG", "loop_lag_p99_ms"), ("RECEIVE_LAG", "receive_lag_p99_ms")])
 def test_lags_are_measured_against_ttft_and_tpot(code: str, field: str) -> None:
-    assert severities(clients=[facts(**{field: 2.0})]) == {}
-    assert severities(clients=[facts(**{field: 9.0})]) == {}
-    assert severities(clients=[facts(**{field: 11.0})]) == {code: "warning"}  # tenth of ttft 100, half of tpot 20
-    assert severities(clients=[facts(**{field: 21.0})]) == {code: "invalid"}  # more than a tpot
+    def late(lag_ms: float) -> ClientFacts:
+        return facts(**{"loop_lag_max_ms": 60.0, field: lag_ms})
+
+    assert severities(clients=[late(2.0)]) == {}
+    assert severities(clients=[late(9.0)]) == {}
+    assert severities(clients=[late(11.0)]) == {code: "warning"}  # tenth of ttft 100, half of tpot 20
+    assert severities(clients=[late(21.0)]) == {code: "invalid"}  # more than a tpot
     uncounted = replace(clean(), output_tokens=np.full(CLEAN, -1))  # tpot unknown
-    assert severities(uncounted, [facts(**{field: 21.0})])[code] == "warning"
-    assert severities(uncounted, [facts(**{field: 51.0})])[code] == "invalid"
-    assert severities(clients=[facts(), facts(**{field: 11.0})]) == {code: "warning"}  # the worst process counts
+    assert severities(uncounted, [late(21.0)])[code] == "warning"
+    assert severities(uncounted, [late(51.0)])[code] == "invalid"
+    assert severities(clients=[facts(), late(11.0)]) == {code: "warning"}  # the worst process counts
 
 
 def test_client_cpu() -> None:
@@ -228,7 +231,7 @@ def test_delayed_acks() -> None:
     assert severities(run=wire(10, waits=False)) == {}
     assert severities(run=wire(19, waits=True)) == {"DELAYED_ACK": "warning"}  # ttft p50 is 100 ms
     assert severities(run=wire(42, waits=True)) == {"DELAYED_ACK": "invalid"}
-    quick = msgspec.structs.replace(wire(42, waits=True), config={"requests": 1000, "seed": 0, "quick_acks": True})
+    quick = msgspec.structs.replace(wire(42, waits=True), config={"requests": 10_000, "seed": 0, "quick_acks": True})
     assert severities(run=quick) == {"DELAYED_ACK": "info"}
 
 
@@ -366,7 +369,8 @@ def test_killed() -> None:
     assert severities(run=manifest(requests_planned=CLEAN)) == {}
     of_two = manifest(requests_planned=None, client_processes=2)
     assert severities(clients=[facts()], run=of_two) == {"KILLED": "invalid"}  # how many it was to send nobody knows
-    assert severities(clients=[facts(), facts()], run=of_two) == {}
+    half = facts(events=2 * CLEAN, wall_s=50.0)
+    assert severities(clients=[half, half], run=of_two) == {}
 
 
 def test_headroom() -> None:
@@ -661,12 +665,12 @@ def test_a_server_that_died_in_the_middle() -> None:
     answered = [request(at, scheduled=at * 100, sent=at * 100, first=at * 100 + 700) for at in range(490)]
     refused = [failure(at, "http_error", sent=at * 100, done=at * 100 + 1200) for at in range(490, 900)]
     (finding, *_) = build.build(
-        manifest(arrival="concurrency:8"), table([*answered, *refused]), [facts()]
+        manifest(arrival="concurrency:16"), table([*answered, *refused]), [facts()]
     ).verdict.findings
     assert (finding.code, finding.severity) == ("SERVER_ENDED", "invalid")
     assert "From 49.66 s on the server answered nothing: all 410 requests" in finding.message
     some = [*answered[:-9], *refused[:9]]
-    assert "SERVER_ENDED" not in severities(table(some), run=manifest(arrival="concurrency:8"))
+    assert "SERVER_ENDED" not in severities(table(some), run=manifest(arrival="concurrency:16"))
 
 
 def test_a_server_that_changed_its_pace() -> None:
