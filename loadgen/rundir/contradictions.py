@@ -7,8 +7,7 @@ import calendar
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +123,7 @@ def _load(measured: Table, manifest: Manifest) -> Iterator[str]:
         yield from _lengths(measured, own)
 
 
-def _lengths(measured: Table, config: dict[str, Any]) -> Iterator[str]:
+def _lengths(measured: Table, config: Mapping[str, object]) -> Iterator[str]:
     columns = {"output_tokens": measured.asked_tokens}
     if config.get("sessions") is None and config.get("prefix") is None:  # which make prompts longer
         columns["input_tokens"] = measured.asked_prompt_tokens
