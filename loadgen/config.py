@@ -61,6 +61,8 @@ CLIENT = Group("The client", sort_key=8)
 _server, _load, _output, _modelled, _settings, _launch, _prompts, _client = (
     partial(option, group) for group in (SERVER, LOAD, OUTPUT, MODELLED, SETTINGS, LAUNCH, PROMPTS, CLIENT)
 )
+_PRICE = re.compile(r"(?P<sign>[$€£]?)\s*(?P<amount>\d+(\.\d+)?)\s*(?P<code>[A-Z]{3})?")
+_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +259,10 @@ class OutputOptions:
             negative=None,
         ),
     ] = ()
+    gpu_hour_price: Annotated[
+        str | None,
+        _output("What an hour of one GPU costs, as in 2.50USD: then the report has what a million tokens cost."),
+    ] = None
     out: Annotated[Path | None, _output("Run directory to create (default runs/<run id>).")] = None
     repeat: Annotated[
         Whole,
@@ -477,7 +483,7 @@ class Config(
         if self.quick_acks and self.transport != "fast":
             raise ConfigError("--quick-acks needs --transport fast.")
         try:
-            self.slos, self.body_edits  # noqa: B018
+            self.slos, self.price, self.body_edits  # noqa: B018
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._check_load(self.load)
@@ -821,6 +827,19 @@ class Config(
                 )
             slos[limit.metric] = limit.limit_ms
         return slos
+
+    @property
+    def price(self) -> tuple[float, str] | None:
+        """What an hour of one GPU costs, and the currency."""
+        if self.gpu_hour_price is None:
+            return None
+        found = _PRICE.fullmatch(self.gpu_hour_price.strip())
+        if found is None or not (found["sign"] or found["code"]) or (found["sign"] and found["code"]):
+            raise ValueError(
+                f"--gpu-hour-price '{self.gpu_hour_price}' is not understood; write an amount and its currency, as in "
+                "2.50USD."
+            )
+        return float(found["amount"]), found["code"] or _SIGNS[found["sign"]]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""

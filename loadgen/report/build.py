@@ -86,9 +86,9 @@ def build(
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=_throughput(int(measured.ok.sum()), tokens, duration_s),
+        throughput=(throughput := _throughput(int(measured.ok.sum()), tokens, duration_s)),
         metrics=summaries,
-        goodput=_goodput(measured, slos, rules, duration_s),
+        goodput=(goodput := _goodput(measured, slos, rules, duration_s)),
         burst=_burst(measured),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
@@ -107,6 +107,7 @@ def build(
         **{name: getattr(manifest, name) for name in ("emulation", "timetable", "launch", "cluster")},
         server_requests=told,
         stamps=slices.stamps(told, server, summaries),
+        economics=_economics(manifest, seen, summaries["tpot_ms"], throughput, goodput),
         **stalls.of_client(measured, facts, rules),
         steady=_steady(measured, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
@@ -286,6 +287,57 @@ def _gpus(seen: ServerView | None, output_tokens: int | None) -> schema.GpuUse |
         **msgspec.structs.asdict(seen.gpus),
         j_per_output_token=energy_j / output_tokens if energy_j is not None and output_tokens else None,
     )
+
+
+def _sharing_gpus(manifest: Manifest, seen: ServerView | None) -> int | None:
+    """How many GPUs share the model: modelled ones, those of a server that loadgen started, or, of a server that was
+    there, those that --gpus names. None where nothing says."""
+    if manifest.emulation is not None:
+        return manifest.emulation.gpus
+    if manifest.launch is not None:
+        return len(manifest.launch.gpus) or None
+    named = manifest.config.get("gpus") is not None and seen is not None and seen.gpus is not None
+    return len(seen.gpus.each) or None if named and seen is not None and seen.gpus is not None else None
+
+
+def _economics(
+    manifest: Manifest,
+    seen: ServerView | None,
+    tpot_ms: metrics.Summary,
+    throughput: schema.Throughput,
+    goodput: schema.Goodput | None,
+) -> schema.Economics | None:
+    """None where no tpot is known and no number of GPUs."""
+    count, price = _sharing_gpus(manifest, seen), _price(manifest)
+    if count is None and tpot_ms.p50 is None:
+        return None
+    output, total = throughput.output_tokens_per_s, throughput.total_tokens_per_s
+    cost_per_s = None if price is None or count is None else price[0] * count / 3600
+    good = None if goodput is None else goodput.request_goodput
+    return schema.Economics(
+        interactivity_tokens_per_s=_over(1000, tpot_ms.p50),
+        tps_per_user=_over(1000, tpot_ms.p90),
+        gpus=count,
+        output_tokens_per_s_per_gpu=_over(output, count),
+        total_tokens_per_s_per_gpu=_over(total, count),
+        currency=None if price is None else price[1],
+        gpu_hour_price=None if price is None else price[0],
+        price_per_million_output_tokens=_over(_over(cost_per_s, output), 1e-6),
+        price_per_million_tokens=_over(_over(cost_per_s, total), 1e-6),
+        goodput_requests_per_price=_over(good, cost_per_s),
+    )
+
+
+def _price(manifest: Manifest) -> tuple[float, str] | None:
+    """The price that the run was started with; none where the manifest's is no price."""
+    try:
+        return Config(gpu_hour_price=manifest.config.get("gpu_hour_price")).price
+    except (ConfigError, ValueError, AttributeError):
+        return None
+
+
+def _over(value: float | None, by: float | None) -> float | None:
+    return None if value is None or not by else value / by
 
 
 def _errors(measured: Table) -> list[schema.ErrorCount]:

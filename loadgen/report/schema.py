@@ -54,6 +54,23 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     request_goodput: float | None
 
 
+class Economics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a user sees, what a GPU gives, what tokens cost. interactivity: tokens/s of one user, 1 / tpot p50.
+    tps_per_user: MLPerf's, 1 / tpot p90. gpus: how many share the model, None where nothing says. Prices are in
+    `currency`, of all GPUs over the time that the throughput is of; None without a price or a number of GPUs."""
+
+    interactivity_tokens_per_s: float | None
+    tps_per_user: float | None
+    gpus: int | None = None
+    output_tokens_per_s_per_gpu: float | None = None
+    total_tokens_per_s_per_gpu: float | None = None
+    currency: str | None = None
+    gpu_hour_price: float | None = None
+    price_per_million_output_tokens: float | None = None
+    price_per_million_tokens: float | None = None
+    goodput_requests_per_price: float | None = None
+
+
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     """A load whose prompts begin alike; tokens of the requests that ended ok. shareable_tokens: what an earlier request
     of the load has sent. cached_tokens: what the server took from its prefix cache, by its replies or, where those do
@@ -328,6 +345,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timetable: Timetable | None = None
     reply_models: dict[str, int] = {}
     stamps: list[Stamp] = []
+    economics: Economics | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ RUN_NAME = re.compile(r"[a-z][a-zA-Z0-9_.=+-]{0,160}")  # of a directory in the 
 INTERACTIVITY = "interactivity_tokens_per_s"
 BY_TOKENS = ("output_tokens_per_s", "total_tokens_per_s")
 PER_GPU = "_per_gpu"
+PRICE = "price_per_million_output_tokens"
 PERCENTILES = ("p50", "p90", "p99")
 LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2el": "End-to-end latency"}
 
@@ -194,7 +195,7 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
     """The results, of every run of the plan by its directory."""
     reports = {name: report for name, (state, report) in runs.items() if report is not None and state == "finished"}
     any_report = next(iter(reports.values()), None) or next((each for _, each in runs.values() if each), None)
-    gpus = _gpus(list(reports.values()), sweep.plan.options.get("gpus"))
+    gpus = _shared(list(reports.values()), "gpus")
     windows = [None if report.steady is None else report.steady.window for report in reports.values()]
     steady = bool(windows) and None not in windows
     of_run = partial(_values, gpus=gpus, steady=steady)
@@ -253,21 +254,16 @@ def _values(report: Report, gpus: int | None, steady: bool) -> dict[str, float |
         for name in BY_TOKENS:
             whole = values[name]
             values[name + PER_GPU] = None if whole is None else whole / gpus
+        output, told = values[BY_TOKENS[0]], report.economics
+        if told is not None and told.gpu_hour_price is not None:
+            values[PRICE] = None if not output else told.gpu_hour_price * gpus / 3600 / output * 1e6
     return values
 
 
-def _gpus(reports: Sequence[Report], named: object) -> int | None:
-    """How many GPUs share the model: modelled ones, those of a server that loadgen started, or, of a server that was
-    there, those that --gpus names. None where runs disagree."""
-    counts = set()
-    for report in reports:
-        if report.emulation is not None:
-            counts.add(report.emulation.gpus)
-        elif report.launch is not None:
-            counts.add(len(report.launch.gpus))
-        else:
-            counts.add(len(report.gpus.each) if report.gpus is not None and named is not None else 0)
-    return counts.pop() or None if len(counts) == 1 else None
+def _shared(reports: Sequence[Report], fact: str) -> Any:
+    """What the economics of all runs agree on; None where they do not."""
+    values = {None if report.economics is None else getattr(report.economics, fact) for report in reports}
+    return values.pop() if len(values) == 1 else None
 
 
 def mean(point: SweptPoint, name: str) -> float | None:
@@ -328,7 +324,8 @@ _COLUMNS = (
 def columns(swept: Swept) -> list[tuple[str, str]]:
     """What a table of points has beside them: the heading and the metric of each column."""
     per_gpu = [("output tokens/s a GPU", "output_tokens_per_s" + PER_GPU)] if swept.gpus is not None else []
-    return [*_COLUMNS, *per_gpu]
+    price = [("price of 1M output tokens", PRICE)] if any(PRICE in point.metrics for point in swept.points) else []
+    return [*_COLUMNS, *per_gpu, *price]
 
 
 def _short(heading: str) -> str:

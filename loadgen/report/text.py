@@ -18,6 +18,7 @@ from loadgen.report import cluster
 from loadgen.report.finding import share
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import (
+    Economics,
     GpuUse,
     Lengths,
     PhaseStats,
@@ -101,6 +102,28 @@ def _cells(summary: Summary) -> list[str]:
     return [number(getattr(summary, statistic)) for statistic in _SHOWN]
 
 
+def economics_lines(told: Economics) -> Iterator[str]:
+    """A sentence for users, one for GPUs, and one for prices, as far as they are known."""
+    if told.interactivity_tokens_per_s is not None:
+        yield (
+            f"A user sees {number(told.interactivity_tokens_per_s)} tokens/s (1 / tpot p50), "
+            f"{number(told.tps_per_user)} by MLPerf's tps_per_user (p90)."
+        )
+    if told.output_tokens_per_s_per_gpu is not None:
+        yield (
+            f"A GPU gives {number(told.output_tokens_per_s_per_gpu)} output tokens/s, "
+            f"{number(told.total_tokens_per_s_per_gpu)} total tokens/s ({number(told.gpus)} of them)."
+        )
+    if told.price_per_million_tokens is not None:
+        good = told.goodput_requests_per_price
+        yield (
+            f"A million output tokens cost {number(told.price_per_million_output_tokens)} {told.currency}, a million "
+            f"of prompt and output together {number(told.price_per_million_tokens)}, at {number(told.gpu_hour_price)} "
+            f"{told.currency} a GPU hour"
+            + ("." if good is None else f"; 1 {told.currency} buys {number(good)} requests within the limits.")
+        )
+
+
 def summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report.requests, report.throughput
@@ -122,6 +145,8 @@ def summary_lines(report: Report) -> list[str]:
     if goodput is not None and goodput.request_goodput is not None:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
         lines.append(f"Goodput: {number(goodput.request_goodput)} requests/s within {limits}.")
+    if report.economics is not None:
+        lines += economics_lines(report.economics)
     if report.sharing is not None:
         lines.append(_sharing_line(report.sharing))
     if burst is not None:

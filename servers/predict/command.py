@@ -46,7 +46,8 @@ COUNTED_TOGETHER = 4096  # requests
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
     "trace_block_tokens",
-    "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "out", *names(PlacementOptions),
+    "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
+    *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
 class PredictOptions(Config):

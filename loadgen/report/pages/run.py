@@ -77,6 +77,11 @@ def _tiles(report: Report) -> Iterator[Tile]:
         yield Tile(f"{name}, ms", [("p50", cell(summary.p50)), ("p99", cell(summary.p99))], f"#{name}")
     if goodput is not None and goodput.request_goodput is not None:
         yield Tile("goodput, requests/s", [("", cell(goodput.request_goodput))], "#numbers")
+    told = report.economics
+    if told is not None and told.price_per_million_output_tokens is not None:
+        yield Tile(
+            f"{told.currency} a million output tokens", [("", cell(told.price_per_million_output_tokens))], "#setup"
+        )
     if use is not None and use.j_per_output_token is not None:
         yield Tile("J an output token", [("", cell(use.j_per_output_token))], "#power")
 

@@ -66,6 +66,7 @@ def test_the_schema_key_by_key() -> None:
         "gpus",
         "errors",
         "asked_output_tokens",  # these requests asked for 4, 2 and 1
+        "economics",
         "verdict",
     ]
     assert built["schema"] == "loadgen.report/1"
@@ -511,6 +512,30 @@ def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None
     assert "PARTLY EMULATED" in text
     build.overlay([tmp_path / "first"] * 9, tmp_path / "many.png")
     assert (tmp_path / "many.png").stat().st_size > 10_000
+
+
+def test_what_a_user_sees_a_gpu_gives_and_tokens_cost() -> None:
+    """Two GPUs at 3 USD an hour; HAND's records have known rates."""
+    modelled = Emulation(
+        scheduler="vllm@v1", gpu="NVIDIA H200", gpus=2, topology="nvlink", tensor_parallel=2, dtype="float16",
+        kv_cache_tokens=1000, max_running=256, memory_ratio=0.9, profile="built in",
+    )  # fmt: skip
+    asked = {"requests": 1000, "seed": 0, "gpu_hour_price": "3USD"}
+    of = manifest(emulated=True, emulation=modelled, config=asked, requests_planned=4)
+    report = build.build(of, table([WARMUP, *HAND]), [facts()], slos={"ttft": 200})
+    told, throughput, tpot = report.economics, report.throughput, report.metrics["tpot_ms"]
+    assert told is not None and throughput.output_tokens_per_s and throughput.total_tokens_per_s
+    assert tpot.p50 and tpot.p90 and report.goodput and report.goodput.request_goodput
+    assert told.interactivity_tokens_per_s == pytest.approx(1000 / tpot.p50)
+    assert told.tps_per_user == pytest.approx(1000 / tpot.p90)
+    assert told.output_tokens_per_s_per_gpu == pytest.approx(throughput.output_tokens_per_s / 2)
+    usd_per_s = 2 * 3 / 3600
+    assert told.price_per_million_output_tokens == pytest.approx(1e6 * usd_per_s / throughput.output_tokens_per_s)
+    assert told.price_per_million_tokens == pytest.approx(1e6 * usd_per_s / throughput.total_tokens_per_s)
+    assert told.goodput_requests_per_price == pytest.approx(report.goodput.request_goodput / usd_per_s)
+    assert "USD a GPU hour" in texts.render(report)
+    without = build.build(manifest(config=asked), table([WARMUP, *HAND]), [facts()])
+    assert without.economics is not None and without.economics.price_per_million_tokens is None  # GPUs unknown
 
 
 def test_predicted_and_measured_runs_have_other_labels_over_each_other(tmp_path: Path) -> None:
