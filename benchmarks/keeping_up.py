@@ -26,9 +26,12 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 
+from loadgen.config import Config
 from loadgen.report.contrast import SAME, of_bounds
 from loadgen.steady import blocks
 from loadgen.steady import changes as detector
@@ -36,6 +39,9 @@ from loadgen.steady import window as steady
 from loadgen.steady.blocks import Bounds
 from loadgen.steady.keeping_up import Flow, judge
 from loadgen.steady.window import Stamps
+from servers.simulator.build import emulate
+from servers.simulator.options import Hardware
+from servers.simulator.virtual import Arrival, simulate_sessions
 from tests.loadgen.steady import queues
 
 RHOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.5)
@@ -233,11 +239,12 @@ SHARES = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 Row = dict[str, tuple[float, Bounds | None]]
 
 
-def values(loop: queues.Batches, run: int, n: int) -> Row:
+def values(loop: queues.Batches, run: int, n: int, session_s: float = 0.0) -> Row:
     """Mean and percentiles of ttft and e2el of a run's first n requests, with intervals as a report has them."""
     skip, closed = loop.slots or 0, loop.slots is not None  # a closed loop without its first wave, as in its window
     sent_s, first_s, done_s = (each[run, skip:n] for each in (loop.sent_s, loop.first_s, loop.done_s))
-    count = blocks.count(float(sent_s[-1] - sent_s[0]), float(np.median(done_s - sent_s)), closed=closed)
+    life_s = float(np.median(done_s - sent_s))
+    count = blocks.count(float(sent_s[-1] - sent_s[0]), life_s, closed=closed, session_s=session_s)
     block = np.searchsorted(np.linspace(sent_s[0], sent_s[-1], count + 1)[1:-1], sent_s, side="right")
     counts = np.bincount(block, minlength=count).astype(np.float64)
     found: Row = {}
@@ -263,18 +270,54 @@ def differ(a: list[Row], b: list[Row], name: str) -> str:
     return f"{100 * len(bounded) / len(found):.0f}: {100 * said / len(bounded):.1f}"
 
 
+TURNS, THINK_S = 4, 2.0
+
+
 def pairs(runs: int) -> None:
     names = [f"{name} {statistic}" for name in ("ttft", "e2el") for statistic in SHARES]
     print(f"| load | requests | slower by | {' | '.join(names)} |")
     print("|---|---:|---:|" + "---|" * len(names))
     for load, sizes in ((0.45, (300, 600, 3000)), (0.8, (300, 600, 3000)), (0.9, (300, 600, 3000)), (16, (300, 3000))):
         made = [paired(load, sizes[-1], 2 * runs, 1.0), paired(load, sizes[-1], runs, 1.1)]
-        for n in sizes:
-            equal, slower = ([values(loop, run, n) for run in range(len(loop.tokens))] for loop in made)
-            for others, by in ((equal[runs:], 0), (slower, 10)):
-                cells = " | ".join(differ(equal[:runs], others, name) for name in names)
-                what = f"{load:g} of capacity" if load < 1 else "closed loop of 16"
-                print(f"| {what} | {n} | {by} % | {cells} |", flush=True)
+        compared(f"{load:g} of capacity" if load < 1 else "closed loop of 16", made, sizes)
+    made, lives_s = [conversations(2 * runs, 1.0), conversations(runs, 1.1)], TURNS * 0.4 + (TURNS - 1) * THINK_S
+    compared(f"sessions of {TURNS} turns", made, (300, 600, 3000), lives_s)
+
+
+def compared(what: str, made: list[queues.Batches], sizes: tuple[int, ...], session_s: float = 0.0) -> None:
+    """made: twice as many runs of the usual server as of one that is 10 % slower."""
+    names = [f"{name} {statistic}" for name in ("ttft", "e2el") for statistic in SHARES]
+    for n in sizes:
+        equal, slower = ([values(loop, run, n, session_s) for run in range(len(loop.tokens))] for loop in made)
+        runs = len(slower)
+        for others, by in ((equal[runs:], 0), (slower, 10)):
+            cells = " | ".join(differ(equal[:runs], others, name) for name in names)
+            print(f"| {what} | {n} | {by} % | {cells} |", flush=True)
+
+
+def conversations(runs: int, slower: float) -> queues.Batches:
+    """Sessions at a modelled vLLM that caches prefixes and has 16 slots, 2 s between their turns; about three in four
+    slots are busy. A server that takes so many times as long for every step is the usual one by a slower clock."""
+    with ProcessPoolExecutor() as processes:
+        rows = list(processes.map(partial(conversation, slower), range(runs)))
+    tokens, *times_s = np.asarray(rows).transpose(2, 0, 1)
+    return queues.Batches(tokens.astype(np.int64), *(slower * each for each in times_s), np.empty((runs, 0)), None)
+
+
+def conversation(slower: float, run: int) -> list[tuple[int, float, float, float]]:
+    """Tokens of each turn, and when it was sent, had its first token and ended."""
+    emulated = emulate(Hardware(gpu="h200", prefix_caching="on", max_running=16).setup("vllm", "7b", 4096))
+    seed, count, per_s = run + round(10_000 * slower), 750, 6.5
+    load = Config(
+        sessions=count, turns=TURNS, think_time=THINK_S / slower, input_tokens=200, output_tokens="uniform:16:112",
+        seed=seed,
+    ).load  # fmt: skip
+    turns, shapes, gaps_s = load.turns(), load.shapes(), np.random.default_rng(seed).exponential(1 / per_s, count)
+    assert turns is not None
+    begins_s = np.repeat(np.cumsum(gaps_s) / slower, TURNS).tolist()
+    arrivals = [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(begins_s)]
+    ended = sorted(simulate_sessions(emulated, arrivals, turns), key=lambda each: each.sent_s)
+    return [(len(each.times_s), each.sent_s, each.times_s[0], each.times_s[-1]) for each in ended]
 
 
 def paired(load: float, n: int, runs: int, slower: float) -> queues.Batches:

@@ -3,7 +3,8 @@
 Requests that were under way together are alike, so a run holds about as many independent moments as lives fit into it,
 not as many as it has requests. It is cut by time into up to ten blocks, each long enough to hang little on the one
 before it: two lives of a closed loop, whose requests are always the same many, and three where they arrive by
-themselves, since a queue remembers longer. Where too few blocks fit, there is no interval: a burst is one moment.
+themselves, since a queue remembers longer; of sessions also most of one's time. Where too few blocks fit, there is no
+interval: a burst is one moment.
 
 Of a mean, Student's t over the blocks' means. Of a percentile, the same over the shares of the blocks' values that lie
 at or under it, turned back into values (Woodruff 1952): none where that reaches beyond the largest value, or where less
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 MOST = 10
 LIVES_CLOSED, LEAST_CLOSED = 2.0, 3  # lives a block, and blocks
 LIVES, LEAST = 3.0, 4
+SESSIONS = 0.75  # sessions a block, at the least: who is in a conversation now was so a while ago
 BEYOND = 5.0  # independent values beyond a percentile, at the least
 FLOOR = 0.5  # of the variance that independent values would have: blocks that are alike by chance
 # Student's t, 97.5 %, of 1 to 30 degrees of freedom; beyond, the normal distribution's is at most 4 % too small.
@@ -39,9 +41,11 @@ def t_975(freedom: float) -> float:
     return T_975[whole - 1] if whole <= len(T_975) else NORMAL_975
 
 
-def count(lasts_s: float, life_s: float, *, closed: bool) -> int:
-    """Into how many blocks that time is cut; 0 where there are too few. life_s: of the usual request."""
-    most = MOST if life_s <= 0 else min(MOST, int(lasts_s / life_s / (LIVES_CLOSED if closed else LIVES)))
+def count(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> int:
+    """Into how many blocks that time is cut; 0 where there are too few. life_s: of the usual request; session_s: of the
+    usual session, where requests are turns of some."""
+    each_s = max(life_s * (LIVES_CLOSED if closed else LIVES), SESSIONS * session_s)
+    most = MOST if each_s <= 0 else min(MOST, int(lasts_s / each_s))
     return most if lasts_s > 0 and most >= (LEAST_CLOSED if closed else LEAST) else 0
 
 

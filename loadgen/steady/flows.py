@@ -109,7 +109,21 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     tokens = np.maximum(measured.output_tokens[rows], 0).astype(np.float64)
     counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
     prompt_tokens = np.maximum(np.where(counted >= 0, counted, asked), 0).astype(np.float64)
-    return Stamps(rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens)
+    return Stamps(
+        rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, _session_s(measured)
+    )
+
+
+def _session_s(measured: Table) -> float:
+    """How long the usual session lasts; 0 of single requests."""
+    rows = np.flatnonzero(measured.ok & (measured.session >= 0))
+    if not (measured.turn[rows] > 1).any():
+        return 0.0
+    numbers, session = np.unique(measured.session[rows], return_inverse=True)
+    begin_ns, end_ns = np.full(len(numbers), np.iinfo(np.int64).max), np.zeros(len(numbers), np.int64)
+    np.minimum.at(begin_ns, session, measured.sent_ns[rows])
+    np.maximum.at(end_ns, session, measured.done_ns[rows])
+    return float(np.median(end_ns - begin_ns)) / 1e9
 
 
 def cut(seen: Stamps, measured: Table, to_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

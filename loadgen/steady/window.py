@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 class Stamps(NamedTuple):
     """Requests that ended ok, in the order in which they were sent, seconds of the run, (n,) each. rows: of the
     table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens: of
-    each request, 0 where nobody knows."""
+    each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none."""
 
     rows: NDArray[np.int64]
     sent_s: Floats
@@ -46,6 +46,7 @@ class Stamps(NamedTuple):
     tokens: Floats
     slots: int | None = None
     prompt_tokens: Floats | float = 0.0
+    session_s: float = 0.0
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -92,15 +93,18 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
             requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
             return None, f"the run is too short: about {requests:,} requests would do"
         return None, "it was still changing, or too few requests were sent after its start"
-    return Span(start_s, end_s, blocks.count(end_s - start_s, life_s, closed=seen.slots is not None)), ""
+    return Span(start_s, end_s, _blocks(seen, end_s - start_s, life_s)), ""
+
+
+def _blocks(seen: Stamps, lasts_s: float, life_s: float) -> int:
+    return blocks.count(lasts_s, life_s, closed=seen.slots is not None, session_s=seen.session_s)
 
 
 def of_whole_replies(seen: Stamps, span: Span) -> Span:
     """The part of the window whose requests have their replies in it, by the life of nine in ten."""
     lives_s = (seen.done_s - seen.sent_s)[seen.sent_s >= span.from_s]
     to_s = max(span.from_s, span.to_s - float(np.quantile(lives_s, 0.9)))
-    closed = seen.slots is not None
-    return Span(span.from_s, to_s, blocks.count(to_s - span.from_s, float(np.median(lives_s)), closed=closed))
+    return Span(span.from_s, to_s, _blocks(seen, to_s - span.from_s, float(np.median(lives_s))))
 
 
 def steadied_s(seen: Stamps, begin_s: float, end_s: float) -> float:

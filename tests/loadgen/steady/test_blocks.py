@@ -47,3 +47,12 @@ def test_a_run_is_cut_by_lives() -> None:
     assert blocks.count(100, 1, closed=False) == blocks.count(100, 1, closed=True) == 10
     assert blocks.count(15, 1, closed=False) == 5 and blocks.count(15, 1, closed=True) == 7
     assert blocks.count(9, 1, closed=False) == 0 and blocks.count(0, 1, closed=True) == 0
+
+
+def test_of_sessions_a_block_holds_most_of_one() -> None:
+    """Requests of half a second in sessions of eight: by requests alone 60 s hold as many blocks as are made."""
+    assert blocks.count(60, 0.5, closed=False) == blocks.MOST
+    assert blocks.count(60, 0.5, closed=False, session_s=8) == blocks.MOST
+    assert blocks.count(30, 0.5, closed=False, session_s=8) == 5
+    assert blocks.count(20, 0.5, closed=False, session_s=8) == 0
+    assert blocks.count(20, 2.0, closed=True, session_s=1) == blocks.count(20, 2.0, closed=True)
