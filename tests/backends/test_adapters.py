@@ -361,11 +361,30 @@ def test_a_real_log_gives_its_true_cause(log: str, told: str, gpus: bool) -> Non
     assert "\x1b" not in error.log
 
 
-@pytest.mark.parametrize("log", ["ready", "tp2"])
-def test_a_good_start_has_no_cause(log: str) -> None:
-    text = (TGI_LOGS / f"{log}.log").read_text()
-    assert "no NVIDIA driver" in text and "\x1b" not in excerpt(text)
-    assert explain(text, adapter("tgi").failures) is None
+# vLLM 0.32 for the CPU, 2026-11-30; cut: without its routes and what followed its end.
+READY = Path(__file__).with_name("vllm_ready.log")
+
+
+@pytest.mark.parametrize(
+    ("backend", "log", "warns"),
+    [
+        ("tgi", TGI_LOGS / "ready.log", "no NVIDIA driver"),
+        ("tgi", TGI_LOGS / "tp2.log", "no NVIDIA driver"),
+        ("vllm", READY, "Triton is not installed"),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else "",
+)
+def test_a_good_start_has_no_cause(backend: str, log: Path, warns: str) -> None:
+    text = log.read_text()
+    assert warns in text and "\x1b" not in excerpt(text)
+    assert explain(text, adapter(backend).failures) is None
+
+
+def test_a_warning_of_a_good_start_hides_no_cause() -> None:
+    """Where the server fails later, what it also says when it lives is not why."""
+    text = READY.read_text() + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    told = explain(text, adapter("vllm").failures)
+    assert told is not None and told[0] == "CUDA out of memory"
 
 
 def test_a_driver_is_no_reason_without_gpus() -> None:
