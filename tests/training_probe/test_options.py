@@ -363,6 +363,6 @@ def test_the_extras_that_a_user_is_told_to_install_exist() -> None:
     extras = project["optional-dependencies"]
     packages = {name: {re.split(r"[<>=]", each)[0] for each in extras[name]} for name in ("train", "megatron")}
     assert packages == {
-        "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes", "torchao", "liger-kernel"},
+        "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes", "torchao", "liger-kernel", "nvidia-ml-py"},
         "megatron": {"megatron-core"},
     }
