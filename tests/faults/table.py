@@ -1,8 +1,8 @@
-"""Writes the generated part of docs/reliability.md: `python -m tests.faults.table`."""
+"""Writes the generated parts of docs/reliability.md and of docs/lab/truth_table.md: `python -m tests.faults.table`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from servers.serve import between
@@ -11,7 +11,7 @@ from tests.faults import cases_connections, cases_http, cases_stream, served, tr
 from tests.faults.case import Case, Expected
 from tests.faults.protocols import ALL
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BEGIN = "<!-- From here on written by `python -m tests.faults.table` -->\n"
 GROUPS: dict[str, Sequence[Case]] = {
     "HTTP: framing": cases_http.FRAMING,
@@ -29,11 +29,9 @@ GROUPS: dict[str, Sequence[Case]] = {
 }
 
 
-def text() -> str:
-    """The generated part."""
-    protocols = sum(len(case.protocols) for case in truth.CASES)
-    lines = [
-        BEGIN,
+def served_text() -> list[str]:
+    """What `loadgen serve` can do wrong, and what lies between."""
+    return [
         "## The faults of `loadgen serve --fault`",
         "",
         "What loadgen makes of each, with `tests/faults/test_served.py` as its test.",
@@ -45,21 +43,32 @@ def text() -> str:
         "What a run over each says of itself, with `tests/faults/test_wires.py` as its test.",
         "",
         *_rows(("wire", "what lies between", "verdict", "ttft", "tpot and itl", "with `--quick-acks`"), _wires()),
-        "",
-        "## The truth table",
-        "",
+    ]
+
+
+def truth_text() -> list[str]:
+    """The truth table."""
+    protocols = sum(len(case.protocols) for case in truth.CASES)
+    lines = [
         f"{len(truth.CASES)} cases, {protocols} with their protocols, each over the fast and the aiohttp transport: "
         f"{len(truth.PLAYS)} plays.",
     ]
     for title, cases in GROUPS.items():
         header = ("case", "what the server does", "protocols", "outcome", "beside it")
-        lines += ["", f"### {title}", "", *_rows(header, map(_row, cases))]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"## {title}", "", *_rows(header, map(_row, cases))]
+    return lines
 
 
-def written(document: str) -> str:
+DOCUMENTS: dict[Path, Callable[[], list[str]]] = {
+    DOCS / "reliability.md": served_text,
+    DOCS / "lab" / "truth_table.md": truth_text,
+}
+
+
+def written(document: Path) -> str:
     """The document with its generated part as it must be."""
-    return document.partition(BEGIN)[0] + text()
+    kept = document.read_text(encoding="utf-8").partition(BEGIN)[0]
+    return kept + "\n".join([BEGIN, *DOCUMENTS[document]()]) + "\n"
 
 
 def _rows(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -110,4 +119,5 @@ def _beside(want: Expected) -> list[str]:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(written(document), encoding="utf-8")
