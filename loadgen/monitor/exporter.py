@@ -38,8 +38,8 @@ STALE_S = 30.0
 KEEP_S = 7 * 86400.0
 MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128 with the label's name
 REQUEST_TIMEOUT_S = 30.0
-MOST_CONNECTIONS, MOST_PAGES = 64, 2  # at once; a page takes a core
-MOST_WAITING, MOST_WAIT_S = 6, 1.0  # for a page; who comes then is refused at once
+MOST_CONNECTIONS = 64  # at once; who comes then is refused
+MOST_WAIT_S = 1.0  # for a page
 _NAME, _LABEL = re.compile("bench_[a-zA-Z0-9_]+"), re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 _OF_EACH_RUN = ("bench_run_info", "bench_run_state", "bench_run_updated_timestamp_seconds")
 _OWN = ("bench_exporter_runs", "bench_exporter_broken_snapshots", "bench_exporter_scrape_seconds")
@@ -264,21 +264,24 @@ def address(host: str, port: int) -> str:
 def serve(exporter: Exporter, host: str, port: int) -> WSGIServer:
     """A server that listens already and answers as soon as somebody runs it. Raises RunError."""
 
-    pages, places = threading.BoundedSemaphore(MOST_PAGES), threading.BoundedSemaphore(MOST_PAGES + MOST_WAITING)
+    making = threading.Lock()
+    last: dict[str, tuple[float, tuple[bytes, str]]] = {}  # by the Accept header: when it was begun, and the page
 
     def page(accept: str) -> tuple[bytes, str] | None:
-        """None where too many ask."""
-        if not places.acquire(blocking=False):
+        """One is made at a time, and those who wait share the next, which is begun after they asked. None where it
+        takes too long."""
+        asked = time.monotonic()
+        if not making.acquire(timeout=MOST_WAIT_S):
             return None
         try:
-            if not pages.acquire(timeout=MOST_WAIT_S):
-                return None
-            try:
-                return exporter.page(accept)
-            finally:
-                pages.release()
+            if accept not in last or last[accept][0] < asked:
+                begun = time.monotonic()
+                made = exporter.page(accept)
+                last.clear()
+                last[accept] = begun, made
+            return last[accept][1]
         finally:
-            places.release()
+            making.release()
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

@@ -349,7 +349,6 @@ def test_odd_accept_headers(accept: str, tmp_path: Path) -> None:
 def test_more_scrapes_than_it_can_answer_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that take for ever: no more threads than there may be, and the last is refused while they go on."""
     monkeypatch.setattr(exporter, "MOST_CONNECTIONS", 3)
-    monkeypatch.setattr(exporter, "MOST_PAGES", 1)
     monkeypatch.setattr(exporter, "MOST_WAIT_S", 0.01)
     begun, free = threading.Event(), threading.Event()
 
@@ -388,14 +387,15 @@ def test_more_scrapes_than_it_can_answer_are_refused_at_once(tmp_path: Path, mon
 
 
 def test_two_hundred_scrapes_a_second_are_answered_or_refused(tmp_path: Path) -> None:
-    """All of them, whoever comes first; more pages and more waiting than there may be are never under way."""
+    """All of them, whoever comes first: one page is made at a time, and who waits meanwhile shares the next."""
     put(tmp_path, "a")
-    under_way, most, lock = [0], [0], threading.Lock()
+    under_way, most, made, lock = [0], [0], [0], threading.Lock()
 
     class Counted(Exporter):
         def page(self, accept: str = "") -> tuple[bytes, str]:
             with lock:
                 under_way[0] += 1
+                made[0] += 1
                 most[0] = max(most[0], under_way[0])
             try:
                 time.sleep(0.02)
@@ -425,7 +425,37 @@ def test_two_hundred_scrapes_a_second_are_answered_or_refused(tmp_path: Path) ->
             thread.join()
         server.shutdown()
     assert set(answers) <= {200, 503} and answers.count(200) >= 2
-    assert most[0] <= exporter.MOST_PAGES
+    assert most[0] == 1 and made[0] <= answers.count(200)
+
+
+def test_a_scrape_shows_what_was_written_before_it(tmp_path: Path) -> None:
+    """Also while others scrape all the time."""
+    ended = threading.Event()
+
+    def body() -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            reply = connection.getresponse()
+            return reply.read() if reply.status == 200 else b""
+
+    def others() -> None:
+        while not ended.is_set():
+            body()
+
+    with serve(Exporter(tmp_path), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threads = [threading.Thread(target=others) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(20):
+            put(tmp_path, f"run-{number}")
+            shown = body()
+            assert not shown or f'run_id="run-{number}"'.encode() in shown
+        ended.set()
+        for thread in threads:
+            thread.join()
+        server.shutdown()
 
 
 def exporter_threads(server: Any) -> bool:
