@@ -88,6 +88,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "idle_timeout": (["1.5"], 1.5),
     "total_timeout": (["1.5"], 1.5),
     "goodput": (["ttft:5", "e2el:9"], ("ttft:5", "e2el:9")),
+    "gpu_hour_price": (["2.50USD"], "2.50USD"),
     "on": (["ray:10.0.0.1:6379"], "ray:10.0.0.1:6379"),
     "nodes": (["4"], 4),
     "out": (["dir"], Path("dir")),
