@@ -342,7 +342,9 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
     """waited: for ACKs, which is then why beginnings were held back."""
     bent = metrics.bent(measured)
     few_reads = int(bent.sum())
-    yield from _buffered(measured, few_reads, waited)
+    late = _was_late(numbers) and not _are_deliveries(few_reads, measured)
+    if not late:
+        yield from _buffered(measured, few_reads, waited)
     if not waited:
         yield from _held(measured)
         if not _are_deliveries(few_reads, measured):
@@ -350,8 +352,15 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
     yield from _at_once(numbers)
     yield from _hidden(measured, metrics.paceless(measured) & ~bent)
     yield from _extra(measured)
-    yield from _reads(numbers, measured)
+    yield from _reads(numbers, measured, few_reads if late else 0)
     yield from _merged(measured)
+
+
+def _was_late(numbers: Numbers) -> bool:
+    """Whether the client was late by more than a token took, so that it read several at once by itself."""
+    lag_ms = None if numbers.client is None else numbers.client.loop_lag_p99_ms
+    token_ms = numbers.metrics["tpot_ms"].p50
+    return lag_ms is not None and token_ms is not None and lag_ms > token_ms
 
 
 def _replies(measured: Table) -> int:
@@ -519,14 +528,21 @@ def _is_delayed(pauses_us: NDArray[Any]) -> NDArray[np.bool_]:
     return delayed
 
 
-def _reads(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+def _reads(numbers: Numbers, measured: Table, few_reads: int) -> Iterator[Finding]:
+    """few_reads: how many replies a late client read in too few reads to show their pace."""
     gaps = len(measured.itl_us)
     zero = gaps - int(np.count_nonzero(measured.itl_us))
     if gaps and zero > MERGED_READS_INFO_RATIO * gaps:
+        left_out = few_reads > FEW_RATIO * _replies(measured)
         yield Finding(
             code="MERGED_READS",
-            severity="warning" if zero > MERGED_READS_WARNING_RATIO * gaps else "info",
-            message=f"{share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket.",
+            severity="warning" if left_out or zero > MERGED_READS_WARNING_RATIO * gaps else "info",
+            message=f"{share(zero, gaps)} of the gaps are exactly 0: those events came in one read of the socket"
+            + (
+                f"; tpot and itl leave out {few_reads} replies, which a late client read in too few."
+                if left_out
+                else "."
+            ),
             advice="The server sent them together or the client was late (LOOP_LAG tells); prefer tpot over itl here.",
         )
     if gaps:

@@ -258,6 +258,17 @@ def test_one_cause_is_named_for_beginnings_that_were_held_back() -> None:
     assert severities(waited(41, 1000), run=wire(42, waits=False)).keys() & codes == {"BUFFERED"}  # quick ACKs end none
 
 
+def test_a_client_that_was_late_by_more_than_a_token_is_no_proxy() -> None:
+    """Replies in three reads of four events each, among such as show their tokens' pace of 2 ms."""
+    merged = table(request(at, gaps=[0, 0, 0, 8] * 3 if at < 50 else [2] * 12) for at in range(1000))
+    told = severities(merged, [facts(loop_lag_p99_ms=1.0)])
+    assert told["BUFFERED"] == "warning" and told["MERGED_READS"] == "info"
+    told = severities(merged, [facts(loop_lag_p99_ms=4.0)])
+    assert "BUFFERED" not in told and told["MERGED_READS"] == "warning"
+    whole = table(request(at, gaps=[0] * 12) for at in range(1000))
+    assert severities(whole, [facts(loop_lag_p99_ms=4.0)])["BUFFERED"] == "invalid"  # of all of them it is a delivery
+
+
 def test_failed_requests() -> None:
     assert severities(with_outcome("http_error", 1))["FAILED_REQUESTS"] == "warning"
     assert severities(with_outcome("timeout", 40))["FAILED_REQUESTS"] == "warning"  # 1 %
