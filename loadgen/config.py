@@ -65,6 +65,16 @@ _PRICE = re.compile(r"(?P<sign>[$€£]?)\s*(?P<amount>\d+(\.\d+)?)\s*(?P<code>[
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
 
 
+def price_of(text: str) -> tuple[float, str]:
+    """The amount and the currency of --gpu-hour-price. Raises ValueError."""
+    found = _PRICE.fullmatch(text.strip())
+    if found is None or bool(found["sign"]) == bool(found["code"]):
+        raise ValueError(
+            f"--gpu-hour-price '{text}' is not understood; write an amount and its currency, as in 2.50USD."
+        )
+    return float(found["amount"]), found["code"] or _SIGNS[found["sign"]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Which server is measured."""
@@ -833,13 +843,7 @@ class Config(
         """What an hour of one GPU costs, and the currency."""
         if self.gpu_hour_price is None:
             return None
-        found = _PRICE.fullmatch(self.gpu_hour_price.strip())
-        if found is None or not (found["sign"] or found["code"]) or (found["sign"] and found["code"]):
-            raise ValueError(
-                f"--gpu-hour-price '{self.gpu_hour_price}' is not understood; write an amount and its currency, as in "
-                "2.50USD."
-            )
-        return float(found["amount"]), found["code"] or _SIGNS[found["sign"]]
+        return price_of(self.gpu_hour_price)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""

@@ -219,9 +219,8 @@ def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     below, above = _deviations(law, law.least - 0.5), _deviations(law, most + 0.5)
     mirror = -1 if below > 0 else 1  # the upper tail's mirror image has more digits
     low, high = sorted((_below(mirror * below), _below(mirror * above)))
-    shares = np.clip(
-        low + uniform * (high - low), sys.float_info.min, 1 - sys.float_info.epsilon / 2
-    )  # 0 and 1 are infinitely far
+    # 0 and 1 are infinitely far out, and have no inverse
+    shares = np.clip(low + uniform * (high - low), sys.float_info.min, 1 - sys.float_info.epsilon / 2)
     deviations = mirror * np.array([*map(NormalDist().inv_cdf, shares.tolist())])
     drawn = law.a * np.exp(law.b * deviations) if law.kind == "lognormal" else law.a + law.b * deviations
     lengths: NDArray[np.int64] = np.clip(np.rint(drawn), law.least, most).astype(np.int64)

@@ -7,6 +7,7 @@ output of an emulated run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections import Counter
@@ -23,7 +24,7 @@ from backends import foreign_files
 from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE, escaped
 from loadgen import rundir
-from loadgen.config import Config, ConfigError
+from loadgen.config import Config, ConfigError, price_of
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.page import html
@@ -296,8 +297,9 @@ def _sharing_gpus(manifest: Manifest, seen: ServerView | None) -> int | None:
         return manifest.emulation.gpus
     if manifest.launch is not None:
         return len(manifest.launch.gpus) or None
-    named = manifest.config.get("gpus") is not None and seen is not None and seen.gpus is not None
-    return len(seen.gpus.each) or None if named and seen is not None and seen.gpus is not None else None
+    if manifest.config.get("gpus") is None or seen is None or seen.gpus is None:
+        return None
+    return len(seen.gpus.each) or None
 
 
 def _economics(
@@ -308,32 +310,32 @@ def _economics(
     goodput: schema.Goodput | None,
 ) -> schema.Economics | None:
     """None where no tpot is known and no number of GPUs."""
-    count, price = _sharing_gpus(manifest, seen), _price(manifest)
+    count, (price, currency) = _sharing_gpus(manifest, seen), _price(manifest)
     if count is None and tpot_ms.p50 is None:
         return None
     output, total = throughput.output_tokens_per_s, throughput.total_tokens_per_s
-    cost_per_s = None if price is None or count is None else price[0] * count / 3600
     good = None if goodput is None else goodput.request_goodput
+    per_million = metrics.price_per_million(price, count, good)
     return schema.Economics(
         interactivity_tokens_per_s=_over(1000, tpot_ms.p50),
         tps_per_user=_over(1000, tpot_ms.p90),
         gpus=count,
         output_tokens_per_s_per_gpu=_over(output, count),
         total_tokens_per_s_per_gpu=_over(total, count),
-        currency=None if price is None else price[1],
-        gpu_hour_price=None if price is None else price[0],
-        price_per_million_output_tokens=_over(_over(cost_per_s, output), 1e-6),
-        price_per_million_tokens=_over(_over(cost_per_s, total), 1e-6),
-        goodput_requests_per_price=_over(good, cost_per_s),
+        currency=currency,
+        gpu_hour_price=price,
+        price_per_million_output_tokens=metrics.price_per_million(price, count, output),
+        price_per_million_tokens=metrics.price_per_million(price, count, total),
+        goodput_requests_per_price=_over(metrics.MILLION, per_million),
     )
 
 
-def _price(manifest: Manifest) -> tuple[float, str] | None:
+def _price(manifest: Manifest) -> tuple[float, str] | tuple[None, None]:
     """The price that the run was started with; none where the manifest's is no price."""
-    try:
-        return Config(gpu_hour_price=manifest.config.get("gpu_hour_price")).price
-    except (ConfigError, ValueError, AttributeError):
-        return None
+    text = manifest.config.get("gpu_hour_price")
+    with contextlib.suppress(ValueError):
+        return price_of(text) if isinstance(text, str) else (None, None)
+    return None, None
 
 
 def _over(value: float | None, by: float | None) -> float | None:

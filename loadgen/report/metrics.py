@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from loadgen.rundir import groups, pace
 from loadgen.rundir.records import Table
 
+MILLION = 1e6
 METRICS = (
     "ttft_ms",
     "tpot_ms",
@@ -161,6 +162,13 @@ def held(table: Table) -> NDArray[np.bool_]:
         found[before + rows] = (at_once + 1 >= HELD_EVENTS) & (late_ms > HELD_RATIO * _TTFT(part)[rows])
         before += len(part)
     return found
+
+
+def price_per_million(gpu_hour_price: float | None, gpus: int | None, per_s: float | None) -> float | None:
+    """What a million cost of what these GPUs make so many of a second; None where one of the three is not known."""
+    if gpu_hour_price is None or gpus is None or not per_s:
+        return None
+    return gpu_hour_price * gpus / 3600 / per_s * MILLION
 
 
 def _pooled_gaps(table: Table) -> Distribution:

@@ -22,7 +22,7 @@ from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
 from loadgen.report import build, repeats
-from loadgen.report.metrics import Distribution
+from loadgen.report.metrics import Distribution, price_per_million
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, QUICK_ACKS, markdown_text, number
@@ -254,9 +254,8 @@ def _values(report: Report, gpus: int | None, steady: bool) -> dict[str, float |
         for name in BY_TOKENS:
             whole = values[name]
             values[name + PER_GPU] = None if whole is None else whole / gpus
-        output, told = values[BY_TOKENS[0]], report.economics
-        if told is not None and told.gpu_hour_price is not None:
-            values[PRICE] = None if not output else told.gpu_hour_price * gpus / 3600 / output * 1e6
+        if report.economics is not None and (price := report.economics.gpu_hour_price) is not None:
+            values[PRICE] = price_per_million(price, gpus, values[BY_TOKENS[0]])
     return values
 
 
