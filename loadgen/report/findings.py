@@ -50,6 +50,7 @@ REPLAYED_MS, REPLAYED_INVALID_MS, REPLAYED_RATIO = 1.5, 0.25, 0.1
 GROUPED_INVALID_RATIO, GROUP_INVALID_RATIO = 0.1, 0.05
 # Of the replies: fewer change no p99.
 FEW_RATIO = 0.01
+LATE_PAUSES = 2.0  # times its lag (p99) are the longest pauses that a late client makes as a rule
 # Linux delays an ACK by 40 ms (TCP_DELACK_MIN), its timers count in up to 4 ms, and a busy machine reads later.
 DELAYED_US = (38_000, 50_000)
 # Of the replies: a client that was late for other reasons has few pauses of just that length; one whose loop is late by
@@ -342,7 +343,7 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
     """waited: for ACKs, which is then why beginnings were held back."""
     bent = metrics.bent(measured)
     few_reads = int(bent.sum())
-    late = _was_late(numbers) and not _are_deliveries(few_reads, measured)
+    late = _was_late(numbers, measured, bent) and not _are_deliveries(few_reads, measured)
     if not late:
         yield from _buffered(measured, few_reads, waited)
     if not waited:
@@ -356,11 +357,16 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
     yield from _merged(measured)
 
 
-def _was_late(numbers: Numbers) -> bool:
-    """Whether the client was late by more than a token took, so that it read several at once by itself."""
+def _was_late(numbers: Numbers, measured: Table, bent: NDArray[np.bool_]) -> bool:
+    """Whether the client was late by more than a token took, so that it read several at once by itself, and by as much
+    as explains the pauses between the reads of the replies that are `bent` (n,)."""
     lag_ms = None if numbers.client is None else numbers.client.loop_lag_p99_ms
     token_ms = numbers.metrics["tpot_ms"].p50
-    return lag_ms is not None and token_ms is not None and lag_ms > token_ms
+    if lag_ms is None or token_ms is None or lag_ms <= token_ms:
+        return False
+    gaps_us = measured.itl_us[np.repeat(bent, np.diff(measured.itl_offsets))]
+    pauses_us = gaps_us[gaps_us > 0]
+    return not len(pauses_us) or float(np.median(pauses_us)) / 1000 <= LATE_PAUSES * lag_ms
 
 
 def _replies(measured: Table) -> int:

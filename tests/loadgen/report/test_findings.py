@@ -265,6 +265,9 @@ def test_a_client_that_was_late_by_more_than_a_token_is_no_proxy() -> None:
     assert told["BUFFERED"] == "warning" and told["MERGED_READS"] == "info"
     told = severities(merged, [facts(loop_lag_p99_ms=4.0)])
     assert "BUFFERED" not in told and told["MERGED_READS"] == "warning"
+    pieces = [0] * 9 + [60] + [0] * 9 + [60] + [0] * 9  # one replica of twenty is behind a proxy: 4 ms explain no 60
+    lumps = table(request(at, gaps=pieces if at < 50 else [2] * 29) for at in range(1000))
+    assert severities(lumps, [facts(loop_lag_p99_ms=4.0)])["BUFFERED"] == "warning"
     whole = table(request(at, gaps=[0] * 12) for at in range(1000))
     assert severities(whole, [facts(loop_lag_p99_ms=4.0)])["BUFFERED"] == "invalid"  # of all of them it is a delivery
 
