@@ -15,7 +15,8 @@
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make test-cluster  a real Ray cluster of three network namespaces (Linux, root; installs Ray into .venv-cluster: 0.8 GB)
 # make test-browser  pages in a real Chromium (installs Debian's where there is none, and unpacks axe-core into build/)
-# make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes -> tests/fuzz/results.jsonl
+# make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes, SECONDS=60 of CPU for each reader
+#                  -> tests/fuzz/results.jsonl, where parts add up
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> docs/lab/client_overhead.md;
 #                  what a trace costs beside fixed lengths -> docs/lab/trace_overhead.md
@@ -28,6 +29,7 @@
 # make lock        renews what all of this installs (requirements-dev.txt), and says what changed
 PYTHON ?= python3
 SECOND := 3.13
+SECONDS := 60
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -114,7 +116,7 @@ test-browser: $(VENV)/installed-dev
 
 fuzz: $(VENV)/installed-dev
 	$(PIP) install atheris==3.0.0
-	$(BIN)/python -m tests.fuzz.run
+	$(BIN)/python -m tests.fuzz.run $(SECONDS)
 
 audit: $(VENV)/installed-dev
 	PYTHON="$(PYTHON)" .ci/audit

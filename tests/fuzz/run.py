@@ -1,9 +1,10 @@
-"""Runs the coverage-guided fuzzer (atheris, which is libFuzzer) over every target until it was given 10 million bytes:
-`make fuzz`, or `python -m tests.fuzz.run [TARGET ...]` for some of them. Each target's line in results.jsonl here is
-replaced when it is done; what crashes is kept in crashes/ here, and the exit code is then 1.
+"""Runs the coverage-guided fuzzer (atheris, which is libFuzzer) over every target for some seconds of CPU:
+`make fuzz SECONDS=60`, or `python -m tests.fuzz.run SECONDS [TARGET ...]` for some of them. Parts add up: each goes on
+with the inputs that earlier parts found (build/fuzz/, which git ignores) under another seed, and its counts are added
+to the target's line in results.jsonl here. What crashes is kept in crashes/ here, and the exit code is then 1.
 
-Each target runs in a process of its own, beginning with its corpus. Executions and bytes are counted in it; `coverage`
-and `features` are libFuzzer's own count of edges, and of edges with how often they were taken.
+Each target runs in a process of its own. Executions, bytes and CPU seconds are counted in it; `coverage` and
+`features` are libFuzzer's own count of edges, and of edges with how often they were taken.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +22,7 @@ import msgspec
 
 HERE = Path(__file__).parent
 CORPUS, CRASHES, RESULTS = HERE / "corpus", HERE / "crashes", HERE / "results.jsonl"
-BYTES = 10_000_000  # for each target
+FOUND = HERE.parents[1] / "build" / "fuzz"
 MOST_INPUT_BYTES = 4096
 MOST_MEMORY_MB = 2048
 MOST_SECONDS = 60  # for one input, on a machine that may be busy
@@ -30,28 +30,31 @@ PACKAGES = ["backends", "loadgen", "servers", "prometheus_client"]
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What one target was given. crashes: the files that it failed on."""
+    """What one target was given in all parts. corpus: inputs that each reach something of their own; crashes: the files
+    that it failed on."""
 
     target: str
-    executions: int
-    bytes: int
-    seconds: float
-    coverage: int
-    features: int
-    corpus: int
-    crashes: list[str]
-    python: str
-    atheris: str
+    parts: int = 0
+    executions: int = 0
+    bytes: int = 0
+    cpu_s: float = 0.0
+    coverage: int = 0
+    features: int = 0
+    corpus: int = 0
+    crashes: list[str] = []
+    python: str = ""
+    atheris: str = ""
 
 
-def within(name: str, report: Path) -> None:
-    """In the process of a target: fuzzes, and writes executions and bytes to `report`, once it has had all bytes."""
+def within(name: str, seconds: float, report: Path) -> None:
+    """Fuzzes in the process of a target, and writes executions, bytes and CPU seconds to `report` at its end."""
     import atheris
 
     with atheris.instrument_imports(include=PACKAGES):
         from tests.fuzz.targets import TARGETS
     target = TARGETS[name]
     executions = given = 0
+    begun_s = time.process_time()
 
     def one(data: bytes) -> None:
         nonlocal executions, given
@@ -60,31 +63,34 @@ def within(name: str, report: Path) -> None:
         try:
             target(data)
         finally:
-            if given >= BYTES or sys.exc_info()[0] is not None:
-                report.write_text(f"{executions} {given}")
-        if given >= BYTES:
+            used_s = time.process_time() - begun_s
+            if used_s >= seconds or sys.exc_info()[0] is not None:
+                report.write_text(f"{executions} {given} {used_s}")
+        if used_s >= seconds:
             os._exit(0)
 
-    atheris.Setup(sys.argv[:1] + sys.argv[3:], one)
+    atheris.Setup(sys.argv[:1] + sys.argv[4:], one)
     atheris.Fuzz()
 
 
-def fuzz(name: str) -> Result:
+def fuzz(name: str, seconds: float, before: Result) -> Result:
+    """One part: before's counts and its own."""
     import importlib.metadata
 
     with tempfile.TemporaryDirectory(prefix="llm-dissect-fuzz-") as scratch:
-        corpus = shutil.copytree(CORPUS / name, Path(scratch, "corpus"))
+        found = FOUND / name
+        found.mkdir(parents=True, exist_ok=True)
         report = Path(scratch, "report")
         CRASHES.mkdir(exist_ok=True)
-        begun = time.monotonic()
-        options = [f"-max_len={MOST_INPUT_BYTES}", "-len_control=0", f"-rss_limit_mb={MOST_MEMORY_MB}", "-seed=1"]
+        options = [f"-max_len={MOST_INPUT_BYTES}", "-len_control=0", f"-rss_limit_mb={MOST_MEMORY_MB}"]
         options += [f"-timeout={MOST_SECONDS}", f"-artifact_prefix={CRASHES}/{name}-", "-reduce_inputs=0"]
+        options += [f"-seed={before.parts + 1}", str(found), str(CORPUS / name)]
         process = subprocess.run(
-            [sys.executable, "-m", "tests.fuzz.run", f"--within={name}", str(report), *options, str(corpus)],
+            [sys.executable, "-m", "tests.fuzz.run", f"--within={name}", str(seconds), str(report), *options],
             cwd=HERE.parents[1], env={**os.environ, "TMPDIR": scratch}, capture_output=True, text=True,
             errors="replace",
         )  # fmt: skip
-        executions, given = map(int, report.read_text().split()) if report.exists() else (0, 0)
+        executions, given, used_s = report.read_text().split() if report.exists() else (0, 0, 0)
         crashes = sorted(path.name for path in CRASHES.glob(f"{name}-*"))
         if process.returncode:
             print(process.stdout[-3000:] + process.stderr[-5000:], file=sys.stderr)
@@ -92,31 +98,31 @@ def fuzz(name: str) -> Result:
         seen = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", process.stderr) or [("0", "0", "0")]
         coverage, features, kept = map(int, seen[-1])
         return Result(
-            target=name, executions=executions, bytes=given, seconds=round(time.monotonic() - begun, 1),
-            coverage=coverage, features=features, corpus=kept, crashes=crashes,
-            python=sys.version.split()[0], atheris=importlib.metadata.version("atheris"),
+            target=name, parts=before.parts + 1, executions=before.executions + int(executions),
+            bytes=before.bytes + int(given), cpu_s=round(before.cpu_s + float(used_s), 1), coverage=coverage,
+            features=features, corpus=kept, crashes=crashes, python=sys.version.split()[0],
+            atheris=importlib.metadata.version("atheris"),
         )  # fmt: skip
 
 
 def main() -> int:
-    if sys.argv[1:] and sys.argv[1].startswith("--within="):
-        within(sys.argv[1].partition("=")[2], Path(sys.argv[2]))
-    failed = False
-    for name in sys.argv[1:] or sorted(path.name for path in CORPUS.iterdir()):
-        result = fuzz(name)
+    if sys.argv[1].startswith("--within="):
+        within(sys.argv[1].partition("=")[2], float(sys.argv[2]), Path(sys.argv[3]))
+    seconds, failed = float(sys.argv[1]), False
+    for name in sys.argv[2:] or sorted(path.name for path in CORPUS.iterdir()):
+        result = fuzz(name, seconds, results().get(name, Result(target=name)))
         failed = failed or bool(result.crashes)
         print(msgspec.json.encode(result).decode(), flush=True)
-        keep(result)
+        kept = {**results(), name: result}
+        RESULTS.write_bytes(b"".join(msgspec.json.encode(kept[name]) + b"\n" for name in sorted(kept)))
     with contextlib.suppress(OSError):
         CRASHES.rmdir()  # where it is empty
     return failed
 
 
-def keep(result: Result) -> None:
+def results() -> dict[str, Result]:
     lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
-    results = {each.target: each for each in (msgspec.json.decode(line, type=Result) for line in lines)}
-    results[result.target] = result
-    RESULTS.write_bytes(b"".join(msgspec.json.encode(results[name]) + b"\n" for name in sorted(results)))
+    return {each.target: each for each in (msgspec.json.decode(line, type=Result) for line in lines)}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ import msgspec
 from cyclopts import App
 
 import backends
-from backends.catalog import find
+from backends.architectures.fields import UnknownModel
+from backends.catalog import find, from_config
+from backends.decoder import PrecisionError
 from backends.protocol import Backend, Decoder, Delta, Prompt, ProtocolError, Sampling
 from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection
@@ -338,6 +340,24 @@ def gpu(data: bytes) -> None:
     assert all(math.isfinite(at_s) for outcome in outcomes for at_s in outcome.times_s)
 
 
+def model(data: bytes) -> None:
+    """A config.json: a model that is let through has sizes."""
+    try:
+        config = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    if not isinstance(config, dict):
+        return
+    try:
+        spec = from_config("a model", config)
+        precision = spec.precision("bfloat16")
+    except (UnknownModel, PrecisionError) as error:
+        shown(error)
+        return
+    sizes = spec.weight_bytes(precision), spec.kv_bytes_per_token(precision), spec.state_bytes(precision)
+    assert all(math.isfinite(size) and size >= 0 for size in (*sizes, spec.active_parameters))
+
+
 def fault_script(data: bytes) -> None:
     """A script of faults for the embedded server."""
     path = _file("faults.json", data)
@@ -352,6 +372,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "openai_chat": functools.partial(codec, "openai-chat"),
     "tgi": functools.partial(codec, "tgi"),
     "lightllm": functools.partial(codec, "lightllm"),
+    "llamacpp": functools.partial(codec, "llamacpp"),
+    "sglang": functools.partial(codec, "sglang"),
+    "ollama": functools.partial(codec, "ollama"),
     "http": http,
     "metrics": metrics,
     "config": config,
@@ -363,5 +386,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "snapshot": snapshot,
     "profile": profile,
     "gpu": gpu,
+    "model": model,
     "faults": fault_script,
 }
