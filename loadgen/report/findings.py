@@ -103,6 +103,8 @@ def find(
 ) -> list[Finding]:
     """Everything that a reader of `numbers` must know, worst first. measured: the part of `table` that counts. doubts:
     what contradicts itself in the run's directory besides its records, as clauses."""
+    acks = list(_delayed_acks(numbers, measured))
+    waited = any(finding.severity == "invalid" for finding in acks)
     listed = [
         *_contradictions(doubts, contradictions.of_records(table, measured, facts, manifest)),
         *_server_ended(numbers.launch, measured),
@@ -112,8 +114,8 @@ def find(
         *_warm_up(table, len(table) - len(measured)),
         *_failures(measured),
         *client_findings.find(numbers, facts),
-        *(acks := list(_delayed_acks(numbers, measured))),
-        *_events(numbers, measured, any(finding.severity == "invalid" for finding in acks)),
+        *acks,
+        *_events(numbers, measured, waited),
         *_goodput(numbers),
         *_other_models(numbers, measured),
         *_lengths(measured, numbers.backend),
@@ -125,7 +127,7 @@ def find(
         *_stalls(numbers),
         *_keeping_up(numbers),
         *_speculation(numbers, manifest),
-        *_unsteady(numbers),
+        *(() if waited else _unsteady(numbers)),  # the kernel acknowledges a connection's first packets at once
         *_transient(numbers),
         *_server(numbers),
         *_gpus(numbers),
@@ -358,15 +360,17 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
 
 
 def _was_late(numbers: Numbers, measured: Table, bent: NDArray[np.bool_]) -> bool:
-    """Whether the client was late by more than a token took, so that it read several at once by itself, and by as much
-    as explains the pauses between the reads of the replies that are `bent` (n,)."""
+    """Whether the client's own lag explains the pauses between the reads of the replies that are `bent` (n,); where
+    they have none, whether it was late by more than a token takes."""
     lag_ms = None if numbers.client is None else numbers.client.loop_lag_p99_ms
-    token_ms = numbers.metrics["tpot_ms"].p50
-    if lag_ms is None or token_ms is None or lag_ms <= token_ms:
+    if lag_ms is None:
         return False
     gaps_us = measured.itl_us[np.repeat(bent, np.diff(measured.itl_offsets))]
     pauses_us = gaps_us[gaps_us > 0]
-    return not len(pauses_us) or float(np.median(pauses_us)) / 1000 <= LATE_PAUSES * lag_ms
+    if len(pauses_us):
+        return float(np.median(pauses_us)) / 1000 <= LATE_PAUSES * lag_ms
+    token_ms = numbers.metrics["tpot_ms"].p50
+    return token_ms is not None and lag_ms > token_ms
 
 
 def _replies(measured: Table) -> int:
