@@ -161,8 +161,9 @@ def report(
 
     out = out or Path("runs.html" if html else "cdf.png")
     check_file("--out", out, new=True)
-    show = reports.overlay_page if html else reports.overlay
-    for result in show(directories, out, convention):
+    if html and out.suffix != ".html":
+        raise ConfigError(f"{out} must end in .html, as --html asks for a page; leave --html out for a figure.")
+    for result in reports.overlay(directories, out, convention):
         terminal.result(text.render(result) + "\n")
         if terminal.OUTPUT.json:
             result_line(reports.to_json(result))
@@ -195,13 +196,17 @@ def _report(directory: Path, convention: ConventionName) -> int:
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Prints it and writes its files; the exit code."""
     from loadgen.breakdown import page, tables
+    from loadgen.report.build import ReportError
+    from loadgen.report.pages import several
 
     terminal.result(tables.render(breakdown))
     try:
         tables.write(directory, breakdown)
-        page.write(directory, breakdown)
+        several.write(directory / page.FILE, page.of(directory, breakdown))
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
+    except ReportError as error:
+        say_error("loadgen", error)
     _last_words(directory, tables.to_json(breakdown))
     return exit_codes.OK
 
@@ -260,6 +265,7 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
     from loadgen.report import build as reports
     from loadgen.report import repeats
     from loadgen.report.pages import repeat as page
+    from loadgen.report.pages import several
 
     repeated = repeats.read(directory)
     if brief:
@@ -270,7 +276,7 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
         terminal.result(repeats.render(repeated))
     try:
         repeats.write(directory, repeated)
-        page.write(directory, repeated)
+        several.write(directory / page.FILE, page.of(directory, repeated))
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     _last_words(directory, repeats.to_json(repeated), brief=brief)
@@ -291,16 +297,12 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
         terminal.result(sweeps.render(swept))
     try:
         sweeps.write(directory, swept)
-        from loadgen.report import sweep_figures  # matplotlib: after the numbers are safe
+        from loadgen.report.pages import several
         from loadgen.report.pages import sweep as page
 
-        samples = sweeps.samples(directory, swept)
-        page.write(directory, swept, samples)
-        sweep_figures.draw(directory, swept, samples)
+        several.write(directory / page.FILE, page.of(directory, swept))
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
-    except reports.NO_MEMORY as error:
-        say_error("loadgen", reports.no_memory(error))
     _last_words(directory, sweeps.to_json(swept), brief=brief)
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
@@ -388,7 +390,7 @@ def list_runs(
     from time import localtime, strftime
 
     from loadgen import summary
-    from loadgen.report.text import number
+    from loadgen.document.content import number
     from loadgen.rundir import listing
 
     try:

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from backends.untrusted import escaped
+from loadgen.document.content import number
 from loadgen.report import sweeps
 from loadgen.report.finding import Finding
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report, Verdict
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, number, timetable_line, warning
+from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, timetable_line, warning
 
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")

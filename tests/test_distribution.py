@@ -73,7 +73,8 @@ def test_it_works_outside_the_checkout(kind: str, programs: Path, built: Path, t
     assert installed.returncode == 0, installed.stderr
     check_commands(programs, tmp_path)
     assert (tmp_path / "run" / "cdf.svg").exists() and (tmp_path / "predicted" / "report.md").exists()
-    page = "from loadgen.page import content, html; print(html.render(content.Page(title='', verdict='', sections=[])))"
+    page = "from loadgen.document.content import Document as D; from loadgen.document.html import render; "
+    page += "print(render(D(title='', verdict='', sections=[])))"
     assert "uPlot" in run(programs / "python", "-c", page, cwd=tmp_path).stdout
     where = run(programs / "python", "-c", "import loadgen; print(loadgen.__file__)", cwd=tmp_path).stdout
     assert where.startswith(str(programs.parent))

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadgen.page import content
+from loadgen.document import content
+from loadgen.document.content import number
 from loadgen.report.contrast import SAME, Contrast, as_it_is, contrast, of_runs
 from loadgen.report.finding import Finding
 from loadgen.report.limits import Check, Limit, Measure, judge, parse
-from loadgen.report.text import number
 from loadgen.rundir import package_version
 from loadgen.steady.blocks import NORMAL_975, Bounds
 from training_probe import findings
@@ -94,7 +94,7 @@ class Compared:
         """What a reader of the numbers must know first, a sentence each."""
         return [f"{doubt.name} is INVALID: {doubt.detail}" for doubt in self.doubts]
 
-    def page(self, checks: Sequence[Check], argv: Sequence[str]) -> content.Page:
+    def page(self, checks: Sequence[Check], argv: Sequence[str]) -> content.Document:
         """The comparison as a page. checks: what came of the limits. argv: words of the command."""
         ended_badly = bool(self.doubts) or any(check.state == "beyond" for check in [*self.ended, *checks])
         warnings = (f"{warning[:1].upper()}{warning[1:]}" for warning in self.warnings)
@@ -110,7 +110,7 @@ class Compared:
             ),
             content.Section(id="command", title="The command", blocks=[command(argv)]),
         ]
-        return content.Page(
+        return content.Document(
             title=f"{self.kind}: B beside A",
             verdict=" ".join([self._verdict(), *(f"{doubt.name} is INVALID." for doubt in self._sides_in_doubt())]),
             tone="bad" if ended_badly else "plain",

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from benchmarks import kept, published
-from benchmarks.published import figure, memory, page
-from loadgen.page import html
+from benchmarks.published import memory, page
+from loadgen.document import figure, html
 from training_probe import results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +59,9 @@ def play(out: Path, seed: int = 0) -> str:
     (out / "published.csv").write_text(published.table_csv(found), encoding="utf-8")
     (out / "published.json").write_bytes(msgspec.json.format(published.as_json(predicted, seed), indent=1) + b"\n")
     (out / "published.md").write_text(text, encoding="utf-8")
-    figure.draw(found, out)
-    command = ["python", "-m", "benchmarks.published", *sys.argv[1:]]
-    (out / "published.html").write_text(html.render(page.page(predicted, command)), encoding="utf-8")
+    shown = page.page(predicted, ["python", "-m", "benchmarks.published", *sys.argv[1:]])
+    figure.write(shown, out)
+    (out / "published.html").write_text(html.render(shown), encoding="utf-8")
     return text
 
 

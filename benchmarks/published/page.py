@@ -8,26 +8,40 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.published import METRICS, NAMES, TARGETS, Errors, Predicted, Result, Source, errors, sources
 from loadgen import rundir
-from loadgen.page.content import Block, Cell, Chart, Code, Items, Listed, Number, Page, Section, Series, Table, Text
-from loadgen.report.text import number
+from loadgen.document.content import (
+    Block,
+    Cell,
+    Chart,
+    Code,
+    Document,
+    Items,
+    Listed,
+    Number,
+    Section,
+    Series,
+    Table,
+    Text,
+    number,
+)
 
 ORIGIN = "predicted"
+FILES = ("published.png", "published.svg")
 UNITS = {metric: "ms" if metric.endswith("_ms") else "output tokens/s" for metric in METRICS}
 BEYOND_RATIO = 1.3  # how far the diagonal reaches past the outermost points
 
 
-def page(predicted: Predicted, argv: Sequence[str]) -> Page:
+def page(predicted: Predicted, argv: Sequence[str]) -> Document:
     """argv: the command that made it."""
     by_source = [(source, errors(predicted.results[source.name])) for source in sources()]
     met, judged = _met(by_source)
-    return Page(
+    return Document(
         title="Published measurements, predicted",
         verdict=f"{met} of {judged} median errors are within their targets, over {_count(predicted)} published runs.",
         tone="good" if met == judged else "warning",
         origin=ORIGIN,
         sections=[
             Section(id="errors", title="Errors by source", blocks=_errors(predicted, by_source)),
-            Section(id="scatter", title="Predicted over measured", blocks=_scatters(list(predicted.all()))),
+            Section("scatter", "Predicted over measured", _scatters(list(predicted.all())), FILES),
             Section(id="alternatives", title="Under other assumptions", blocks=[_alternatives(predicted)]),
             Section(id="assumptions", title="What is assumed", blocks=_assumptions()),
             Section(id="rows", title="Every row", blocks=[_every_row(list(predicted.all()))]),

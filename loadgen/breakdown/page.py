@@ -8,17 +8,16 @@ from pathlib import Path
 
 from loadgen import rundir
 from loadgen.breakdown.tables import IDLE, Breakdown, Row, facts, kind_rows, part_rows, title
-from loadgen.page import html
-from loadgen.page.content import Block, Cell, Chart, Code, Items, Listed, Number, Page, Section, Series, Table
+from loadgen.document.content import Block, Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table
 
 FILE = "breakdown.html"
 COLOURS = 7  # that a page tells apart: the largest parts have them, and what is left is hatched
 NAMED_RATIO = 0.9  # of what ran, that the rows must name before a reader may take them for the whole
 
 
-def write(directory: Path, breakdown: Breakdown) -> None:
-    """Raises OSError."""
-    rundir.replace(directory / FILE, html.render(page(breakdown, _argv(directory))).encode())
+def of(directory: Path, breakdown: Breakdown) -> Document:
+    """The page of a breakdown, with the command that made it."""
+    return page(breakdown, _argv(directory))
 
 
 def _argv(directory: Path) -> list[str]:
@@ -28,24 +27,24 @@ def _argv(directory: Path) -> list[str]:
         return []
 
 
-def page(breakdown: Breakdown, argv: Sequence[str] = ()) -> Page:
+def page(breakdown: Breakdown, argv: Sequence[str] = ()) -> Document:
     """argv: the command that made it, where it is known."""
     unnamed = not breakdown.emulated and breakdown.attributed_ratio < NAMED_RATIO
-    return Page(
+    return Document(
         title=title(breakdown),
         verdict=_verdict(breakdown),
         tone="warning" if unnamed or breakdown.emulated else "plain",
         origin=_origin(breakdown),
         sections=[
             Section(
-                id="kinds",
-                title="What kind of work",
-                blocks=_rows("X", kind_rows(breakdown), breakdown.kinds, breakdown),
+                id="bars",
+                title="Where an average step goes",
+                blocks=[_bars("X", breakdown.kinds, breakdown), _bars("XI", breakdown.parts, breakdown)],
+                figures=["breakdown.png"],
             ),
+            Section("kinds", "What kind of work (the paper's Table X)", [_table(kind_rows(breakdown), breakdown)]),
             Section(
-                id="parts",
-                title="Which part of the model",
-                blocks=_rows("XI", part_rows(breakdown), breakdown.parts, breakdown),
+                "parts", "Which part of the model (the paper's Table XI)", [_table(part_rows(breakdown), breakdown)]
             ),
             Section(id="facts", title="What was looked at", blocks=_facts(breakdown)),
             *([Section(id="kernels", title="Kernels", blocks=[_kernels(breakdown)])] if breakdown.kernels else []),
@@ -68,14 +67,14 @@ def _verdict(breakdown: Breakdown) -> str:
     return f"A decode step takes {breakdown.step_ms:.2f} ms: {largest}{of_gpu}."
 
 
-def _rows(number: str, rows: Sequence[Row], of: dict[str, float], breakdown: Breakdown) -> list[Block]:
-    """The bars of one of the paper's two tables, and the table."""
+def _bars(number: str, of: dict[str, float], breakdown: Breakdown) -> Chart:
+    """The bars of one of the paper's two tables."""
     paper = breakdown.paper
     theirs = {} if paper is None else paper.kinds if number == "X" else paper.parts
     bars = {"modelled" if breakdown.emulated else "measured": of, **({"the paper": theirs} if theirs else {})}
     parts = [name for name in dict.fromkeys([*of, *theirs]) if any(bar.get(name, 0.0) > 0 for bar in bars.values())]
     by_size = sorted(parts, key=lambda name: -max(bar.get(name, 0.0) for bar in bars.values()))
-    chart = Chart(
+    return Chart(
         title=f"Table {number} of an average step",
         x_label="",
         y_label="time of a step (ms)",
@@ -94,7 +93,6 @@ def _rows(number: str, rows: Sequence[Row], of: dict[str, float], breakdown: Bre
         categories=list(bars),
         stacked=True,
     )
-    return [chart, _table(rows, breakdown)]
 
 
 def _table(rows: Sequence[Row], breakdown: Breakdown) -> Table:

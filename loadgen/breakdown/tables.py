@@ -154,14 +154,8 @@ def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
 
 def write(directory: Path, breakdown: Breakdown) -> None:
     """breakdown.json, report.md and breakdown.png in the run's directory."""
-    from loadgen.report import figures
-
     rundir.replace(directory / FILE, to_json(breakdown, indent=2).encode() + b"\n")
     rundir.replace(directory / "report.md", markdown(breakdown).encode() + b"\n")
-    bars = {"Table X": breakdown.kinds, "Table XI": breakdown.parts}
-    if breakdown.paper is not None:
-        bars |= {"the paper's X": breakdown.paper.kinds, "the paper's XI": breakdown.paper.parts}
-    figures.stacked(bars, escaped(title(breakdown)), "ms of an average step", [directory / "breakdown.png"])
 
 
 def read(directory: Path) -> Breakdown:

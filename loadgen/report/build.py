@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,17 +22,18 @@ from numpy.typing import NDArray
 
 from backends import foreign_files
 from backends.exit_codes import UserError
-from backends.untrusted import UNDECODABLE, escaped
+from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.config import Config, ConfigError, price_of
+from loadgen.document import html
+from loadgen.document.content import Document
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.page import html
 from loadgen.report import findings, metrics, schema, sessions, sharing, slices, stalls
-from loadgen.report.finding import Finding, share
+from loadgen.report.finding import Finding
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
-from loadgen.report.pages import parts, run, runs
-from loadgen.report.pages.charts import Samples, Shown
+from loadgen.report.pages import charts, parts, run, runs
+from loadgen.report.pages.charts import Shown
 from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import markdown, name_of
 from loadgen.rundir import Manifest, contradictions, records
@@ -40,14 +41,10 @@ from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
 from loadgen.steady import changes, flows, keeping_up
 
-if TYPE_CHECKING:
-    from loadgen.report.figures import Curves
-
 NO_MEMORY = (MemoryError, ImportError)  # what matplotlib raises under a limit: it may not even load
 MAX_ERRORS = 5  # distinct messages that a report lists
 MOST_MODELS = 64  # names that replies gave
 MAX_ERROR_CHARACTERS = 300
-MEASURED, PREDICTED = "measured, ", "predicted, "  # what the label of a curve begins with
 
 
 class ReportError(UserError, ValueError):
@@ -403,21 +400,14 @@ def to_json(report: Report) -> str:
 
 
 def write(directory: Path, report: Report, table: Table) -> None:
-    """Writes report.json, report.md, report.html, cdf.png, cdf.svg and timeline.png, and ttft_by_prompt.png where the
-    lengths of prompts differ, replacing earlier ones. Raises ReportError, or RunError where the manifest is lost."""
+    """Writes report.json, report.md, report.html and the figures that the page names, replacing earlier ones. Raises
+    ReportError, or RunError where the manifest is lost."""
     gc.disable()  # modules and figures are thousands of objects, and each search for cycles looks at the run's as well
     try:
-        samples = write_numbers(directory, report, table)
-        from loadgen.report import figures, timeline  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
+        page = write_numbers(directory, report, table)
+        from loadgen.document import figure  # after the numbers are safe
 
-        title = escaped(f"{name_of(report)}, {report.arrival}, {report.requests.ok} requests{_lost(report)}")
-        figures.draw([_curves(report, table)], title, [directory / "cdf.png", directory / "cdf.svg"])
-        measured = table.measured()
-        sampled = [(at_s, sample.metrics) for at_s, sample in samples]
-        timeline.draw(report, measured, sampled, title, directory / "timeline.png")
-        prompts = slices.prompts(measured, CONVENTIONS[report.convention])
-        if prompts is not None:
-            timeline.draw_prompts(report, prompts, title, directory / "ttft_by_prompt.png")
+        figure.write(page, directory)
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     except NO_MEMORY as error:
@@ -432,15 +422,15 @@ def no_memory(error: BaseException) -> ReportError:
     return ReportError(f"the figures are not drawn, since {why}; the numbers and the page are written.")
 
 
-def write_numbers(directory: Path, report: Report, table: Table) -> Samples:
-    """Writes what needs no drawing: report.json, report.md and the page, report.html. Gives back what the server showed
-    of itself. Raises OSError and RunError."""
+def write_numbers(directory: Path, report: Report, table: Table) -> Document:
+    """Writes what needs no drawing: report.json, report.md and the page, report.html, which is given back. Raises
+    OSError and RunError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     rundir.replace(directory / "report.json", text + b"\n")
     rundir.replace(directory / "report.md", markdown(report).encode())
-    shown = shown_run(directory, report, table)
-    rundir.replace(directory / run.FILE, html.render(run.page(shown)).encode())
-    return shown.samples
+    page = run.page(shown_run(directory, report, table))
+    rundir.replace(directory / run.FILE, html.render(page).encode())
+    return page
 
 
 def shown_run(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
@@ -453,45 +443,30 @@ def shown_run(directory: Path, report: Report, table: Table, place: int = 0, nam
 
 
 def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
-    """Draws the CDFs of several runs over each other into `out_path` (.png or .svg); gives their reports back.
+    """Writes several runs over each other, a curve each, into `out_path`: a page (.html), or the figure of their CDFs
+    (.png or .svg); gives their reports back.
 
     Raises ReportError, RunError or RecordsError.
     """
-    from loadgen.report import figures
-
-    if out_path.suffix not in (".png", ".svg"):
-        raise ReportError(f"{out_path} must end in .png or .svg.")
-    reports, curves = [], []
-    for directory in directories:
-        report, table = from_directory(directory, convention=convention)
-        reports.append(report)
-        curves.append(_curves(report, table, f"{_origin(report)}{directory.name}: {name_of(report)}"))
-        del table
-    try:
-        origins = {_origin(report) for report in reports}
-        title = "Predicted and measured latency" if origins >= {PREDICTED, MEASURED} else "Latency by run"
-        figures.draw(curves, title, [out_path])
-    except OSError as error:
-        raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
-    return reports
-
-
-def overlay_page(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:
-    """Writes one page of several runs, with a curve for each, into `out_path` (.html); gives their reports back.
-
-    Raises ReportError, RunError or RecordsError.
-    """
-    if out_path.suffix != ".html":
-        raise ReportError(f"{out_path} must end in .html.")
+    if out_path.suffix not in (".html", ".png", ".svg"):
+        raise ReportError(f"{out_path} must end in .html, .png or .svg.")
     shown = [
         shown_run(directory, *from_directory(directory, convention=convention), place, name)
         for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))
     ]
     if len({each.origin for each in shown}) > 1:
         shown = [replace(each, name=f"{each.name} ({each.origin or 'measured'})") for each in shown]
+    shown = [each if each.report.verdict.valid else replace(each, name=f"{each.name} (INVALID)") for each in shown]
     hrefs = [parts.href(directory / run.FILE, out_path.parent) for directory in directories]
+    page = runs.page(shown, hrefs)
     try:
-        rundir.replace(out_path, html.render(runs.page(shown, hrefs)).encode())
+        if out_path.suffix == ".html":
+            rundir.replace(out_path, html.render(page).encode())
+        else:
+            from loadgen.document import figure
+
+            named = [replace(each, name=f"{each.name}: {name_of(each.report)}") for each in shown]
+            figure.draw(charts.latencies(named), "Latency by run", [out_path], page.origin, page.stamp)
     except OSError as error:
         raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
     return [each.report for each in shown]
@@ -505,26 +480,3 @@ def _names(directories: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{number} {directory}" for number, directory in enumerate(directories, 1)]  # one of them twice
-
-
-def _origin(report: Report) -> str:
-    """What a curve's label begins with. The embedded server on its fixed timetable predicts nothing."""
-    if not report.emulated:
-        return MEASURED
-    return PREDICTED if report.emulation is not None else ""
-
-
-def _lost(report: Report) -> str:
-    """The requests that are in no curve, and what share of all they are."""
-    ok, failed = report.requests.ok, report.requests.failed
-    return f"; {failed} more failed and are in no curve: {share(failed, ok + failed)}" if failed else ""
-
-
-def _curves(report: Report, table: Table, label: str | None = None) -> Curves:
-    from loadgen.report import figures
-
-    measured = table.measured()
-    rules = CONVENTIONS[report.convention]
-    samples = {name: metrics.sample(measured, name, rules) for name in figures.PANELS}
-    name, invalid = escaped(label or name_of(report)), not report.verdict.valid
-    return figures.Curves(name, report.emulated, samples, invalid, _lost(report))

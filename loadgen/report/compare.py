@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from backends.untrusted import escaped
 from loadgen import rundir
+from loadgen.document.content import number
 from loadgen.report import build as reports
 from loadgen.report import findings, metrics, repeats
 from loadgen.report.contrast import CONFIDENCE, SAME, Contrast, contrast, of_bounds, of_runs
@@ -30,7 +31,7 @@ from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, aligned, number
+from loadgen.report.text import EMULATED, aligned
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
 from loadgen.steady.blocks import NORMAL_975, Bounds, wilson

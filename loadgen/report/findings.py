@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 import backends
 from backends.untrusted import printable
+from loadgen.document.content import number
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import client_findings, cluster, metrics, sessions, sharing, slices
 from loadgen.report.finding import THERMAL_RATIO, Finding, Severity, share, throttled, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers, Window
-from loadgen.report.text import number
 from loadgen.rundir import Manifest, contradictions, groups, pace
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES

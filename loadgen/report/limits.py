@@ -17,8 +17,8 @@ import msgspec
 
 from backends.untrusted import nearest
 from loadgen.config import ConfigError
+from loadgen.document.content import number
 from loadgen.report.contrast import Contrast
-from loadgen.report.text import number
 
 _LIMIT = re.compile(r"\s*([^\s<>]+)\s*([<>])=?\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*(\S*)\s*", re.ASCII)
 _UNITS_OF_B = {"ms": {"": 1.0, "ms": 1.0, "s": 1000.0}, "": {"": 1.0, "/s": 1.0}, "GiB": {"": 1.0, "GiB": 1.0}}

@@ -19,11 +19,12 @@ import numpy as np
 from backends.foreign_files import is_inside
 from backends.untrusted import escaped
 from loadgen import rundir
+from loadgen.document.content import number
 from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, QUICK_ACKS, aligned, number
+from loadgen.report.text import EMULATED, QUICK_ACKS, aligned
 from loadgen.steady.blocks import Bounds
 
 SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"

@@ -21,11 +21,12 @@ from backends import foreign_files
 from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
+from loadgen.document.content import number
 from loadgen.report import build, repeats
 from loadgen.report.metrics import Distribution, price_per_million
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, QUICK_ACKS, markdown_text, number
+from loadgen.report.text import EMULATED, QUICK_ACKS, markdown_text
 from loadgen.rundir.records import RecordsError
 
 SCHEMA, FILE, TEXT = "loadgen.sweep/1", "sweep.json", "sweep.md"

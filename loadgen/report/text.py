@@ -13,6 +13,7 @@ from typing import TypeVar
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
+from loadgen.document.content import number
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import cluster
 from loadgen.report.finding import share
@@ -42,18 +43,6 @@ def markdown_text(text: str) -> str:
     """Printable text that Markdown shows as it is."""
     shown = escaped(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", shown)
-
-
-def number(value: float | None) -> str:
-    """At least three significant figures, counts whole; a dash for None."""
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    for decimals, least in ((1, 100), (2, 1)):
-        if abs(value) >= least:
-            return f"{value:.{decimals}f}"
-    return f"{value:.3f}"
 
 
 def name_of(report: Report) -> str:

@@ -13,6 +13,8 @@ from backends.untrusted import without_secrets
 from loadgen import rundir, summary, terminal
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import Stop, run_loop
+from loadgen.report.build import ReportError
+from loadgen.report.pages import several
 from loadgen.run import Run, Stopped, backend_failed
 from loadgen.search import live, objective, page, results
 from loadgen.search.results import AxisName, SearchResult
@@ -89,11 +91,11 @@ def show(directory: Path, result: SearchResult) -> None:
         terminal.result(results.render(result))
     try:
         rundir.replace(directory / "search.md", results.markdown(result).encode())
-        page.write(directory, result)
-        if result.loads:
-            results.draw(result, directory / "search.png")
+        several.write(directory / page.FILE, page.of(directory, result))
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
+    except ReportError as error:
+        say_error("loadgen", error)
     if terminal.is_watched():
         terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
     result_line(results.to_json(result))

@@ -30,9 +30,9 @@ from backends.untrusted import without_secrets
 from loadgen import child_env, rundir
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag
+from loadgen.document.content import number
 from loadgen.load.load import Load
 from loadgen.report import build
-from loadgen.report.text import number
 from loadgen.run import Run, Served, stoppable
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results

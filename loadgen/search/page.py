@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loadgen import rundir
-from loadgen.page import html
-from loadgen.page.content import (
+from loadgen.document.content import (
     Cell,
     Chart,
     Code,
+    Document,
     Mark,
     Number,
-    Page,
     Section,
     Series,
     Shade,
     Table,
     Text,
     Tone,
+    number,
 )
 from loadgen.report.pages import several
 from loadgen.report.pages.parts import cell
 from loadgen.report.repeats import ENDED_EARLY
-from loadgen.report.text import number
 from loadgen.search import objective, results
 from loadgen.search.highest import answer
 from loadgen.search.results import UNITS, ProbeRun, SearchResult
@@ -36,12 +35,11 @@ FILE = "search.html"
 VERDICTS = ("met", "missed", "falls_behind", "unsure")
 
 
-def write(directory: Path, result: SearchResult) -> None:
-    """Raises OSError."""
+def of(directory: Path, result: SearchResult) -> Document:
+    """The page of a search and its probes."""
     runs = [run.directory for run in result.probes]
     hrefs = {run: several.href(directory / run, directory) for run in runs}
-    made = page(result, hrefs, several.origin(directory / run for run in runs), _argv(directory, runs))
-    rundir.replace(directory / FILE, html.render(made).encode())
+    return page(result, hrefs, several.origin(directory / run for run in runs), _argv(directory, runs))
 
 
 def _argv(directory: Path, runs: Sequence[str]) -> list[str]:
@@ -52,9 +50,9 @@ def _argv(directory: Path, runs: Sequence[str]) -> list[str]:
         return []
 
 
-def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequence[str]) -> Page:
+def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequence[str]) -> Document:
     """hrefs: of the page of each probe's run, by its directory. argv: the command, where it is known."""
-    return Page(
+    return Document(
         title=f"Highest {UNITS[result.options.axis]} of {result.backend} {result.model}".rstrip(),
         verdict=results.sentence(result),
         tone=_tone(result),
@@ -66,6 +64,7 @@ def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequ
                 "charts",
                 "How it was found",
                 [_by_load(result, hrefs, origin), _steps(result, hrefs, origin)] if result.loads else [],
+                ["search.png"],
             ),
             Section("options", "What was sought", [_options(result)]),
             *([Section("command", "The command", [Code(shlex.join(argv))])] if argv else []),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,8 @@ from rich.text import Text
 
 from backends.untrusted import escaped, read_json
 from loadgen import rundir, summary
-from loadgen.report.text import EMULATED, QUICK_ACKS, number
+from loadgen.document.content import number
+from loadgen.report.text import EMULATED, QUICK_ACKS
 from loadgen.rundir import RunError
 from loadgen.search import objective
 from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer
@@ -291,35 +291,3 @@ def markdown(result: SearchResult) -> str:
     lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
     lines += ["", "![probes](search.png)"]
     return "\n".join(map(escaped, lines)) + "\n"
-
-
-def draw(result: SearchResult, path: Path) -> None:
-    """Writes each probe's share over its load, with the answer and its interval."""
-    import matplotlib
-
-    from loadgen.report import figures
-
-    colours: Mapping[str, str] = dict(zip(("met", "missed", "falls_behind", "unsure"), figures.COLOURS, strict=False))
-    title = figures.marked(sentence(result), result.emulated, False, 1)
-    with matplotlib.rc_context(figures.STYLE):  # type: ignore[arg-type]
-        figure = figures.titled(8.0, 4.4, *title)
-        axis = figure.subplots()
-        for probe in result.loads:
-            if probe.share is None or (bounds := met_percent(probe)) is None:
-                continue
-            colour = colours[probe.verdict]
-            axis.plot([probe.load] * 2, bounds, color=colour, linewidth=1.2)
-            axis.plot(probe.load, 100 * probe.share, "o", color=colour, markersize=5)
-        for name, colour in colours.items():
-            axis.plot([], [], "o", color=colour, label=name.replace("_", " "))
-        axis.axhline(100 * result.options.attain, color=figures.INK, linewidth=0.8, linestyle=":")
-        if result.range.value is not None:
-            axis.axvline(result.range.value, color=figures.INK, linewidth=1.0)
-            loads = [probe.load for probe in result.loads]
-            axis.axvspan(result.range.low or 0.0, result.range.high or max(loads), color=figures.GRID, alpha=0.6)
-        axis.set_ylim(0, 102)
-        axis.set_xlim(left=0)
-        axis.set_xlabel(UNITS[result.options.axis])
-        axis.set_ylabel("requests that meet the objective, %")
-        figures.legend_below(figure, axis, len(colours))
-        figures.write(figure, path)

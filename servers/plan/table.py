@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from backends import catalog
 from backends.decoder import ModelSpec
 from backends.untrusted import escaped
+from loadgen.document.content import number
 from loadgen.load.load import Load
 from loadgen.report import text
 from loadgen.rundir.emulation import HeldOut
@@ -179,9 +180,9 @@ def _cells(row: Row, plan: Plan) -> list[str]:
     return [
         "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}", str(row.gpus), str(row.servers),
         f"{candidate.tp} x {candidate.gpu}", "-" if candidate.tp == 1 else facts.topology, candidate.model,
-        facts.quantization or facts.dtype, str(candidate.max_running), text.number(row.server_rate),
+        facts.quantization or facts.dtype, str(candidate.max_running), number(row.server_rate),
         _between(row), row.bound,
-        *(text.number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
+        *(number(None if math.isnan(value_s) else 1e3 * value_s) for value_s in seen),
         str(row.trial.in_flight),
         f"{text.off_by(held_out, 'e2el_w1')[0]:.1f} % ({len(held_out)} runs)" if held_out else "none measured",
     ]  # fmt: skip
@@ -191,7 +192,7 @@ def _between(row: Row) -> str:
     low, high = _interval(row) or (None, None)
     if low is None and high is None:
         return "-"
-    return f"{text.number(low or 0.0)} and {'?' if high is None else text.number(high)}"
+    return f"{number(low or 0.0)} and {'?' if high is None else number(high)}"
 
 
 def _each(what: str) -> str:

@@ -25,12 +25,12 @@ from backends import exit_codes
 from backends.protocol import ServerInfo
 from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
+from loadgen.document import html
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.option_types import ShownOptions, names, offers, option
-from loadgen.page import html
 from loadgen.plan import planned_load, read_dataset, unkept
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
@@ -124,15 +124,16 @@ def predict(
 def _paper(config: PredictOptions) -> int:
     if config != PredictOptions(out=config.out, seed=config.seed):
         raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
-    from servers.predict import paper, paper_figures, paper_page  # with matplotlib
+    from loadgen.document import figure  # with matplotlib
+    from servers.predict import paper, paper_page
 
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
     results = paper.predict_all(config.seed)
     summary = paper.summary(results, config.seed)
-    paper_figures.draw(paper.load(), results, directory)
     page = paper_page.page(summary, results, ["loadgen", *sys.argv[1:]])
+    figure.write(page, directory)
     (directory / "paper.html").write_text(html.render(page), encoding="utf-8")
     markdown, json = paper.markdown(summary), summary.as_json()
     (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")

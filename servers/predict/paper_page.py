@@ -7,7 +7,20 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from loadgen import rundir
-from loadgen.page.content import Block, Cell, Chart, Code, Items, Listed, Number, Page, Section, Series, Table, Text
+from loadgen.document.content import (
+    Block,
+    Cell,
+    Chart,
+    Code,
+    Document,
+    Items,
+    Listed,
+    Number,
+    Section,
+    Series,
+    Table,
+    Text,
+)
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import series
 from loadgen.report.pages.parts import cdf_rule, cell, rounded
@@ -19,21 +32,26 @@ STEPS = 250  # of each curve: a page has ten dozen of them
 COLUMNS = ("KV cache, tokens", "output tokens/s", "p50, s", "p60, s", "p100, s", "refused", "preemptions", "note")
 
 
-def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -> Page:
+def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -> Document:
     """argv: the command that made it."""
     paper = summary.paper
     tried = [fact for fact in summary.facts if not fact.fitted]
     met = sum(fact.met for fact in tried)
-    return Page(
+    return Document(
         title=f"{paper.source}, predicted",
         verdict=f"{met} of {len(tried)} statements of the paper are met, {len(tried) - met} are missed.",
         tone="good" if met == len(tried) else "warning",
         origin=ORIGIN,
         sections=[
             Section("statements", "What the paper states", _statements(summary)),
-            Section("throughput", "As Figure 6: throughput", _throughput(summary, results)),
+            Section("throughput", "As Figure 6: throughput", _throughput(summary, results), files(6)),
             *(
-                Section(f"figure{each.number}", f"As Figure {each.number}: {each.title}", latencies(each, results))
+                Section(
+                    f"figure{each.number}",
+                    f"As Figure {each.number}: {each.title}",
+                    latencies(each, results),
+                    files(each.number),
+                )
                 for each in paper_layout.figures(paper)
             ),
             Section("runs", "Every run", [_runs({paper.name(r): of for r, of in summary.runs.items()})]),
@@ -45,6 +63,11 @@ def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -
         ],
         footer=f"paper.json has the same numbers; llm-dissect {rundir.package_version()}.",
     )
+
+
+def files(number: int) -> list[str]:
+    """Where a figure of the paper is drawn."""
+    return [f"figure{number}.png", f"figure{number}.svg"]
 
 
 def _statements(summary: Summary) -> list[Block]:

@@ -12,7 +12,7 @@ from benchmarks import published
 from benchmarks.published import METRICS, NAMES, Predicted, Result
 from benchmarks.published import page as published_page
 from benchmarks.published.runs import Means
-from loadgen.page import html
+from loadgen.document import html
 from tests.benchmarks.test_published import ROW
 from tests.loadgen.report.pages.contents import blocks_of, points
 from tests.loadgen.report.pages.test_run import drawn

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.page.content import Page, Section
-from loadgen.page.html import render
+from loadgen.document.content import Document, Section
+from loadgen.document.html import render
 from tests.browser import pages
 from tests.browser.chromium import Chromium
 
@@ -26,7 +26,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     (folder / "rate 2").mkdir()
     for path in (folder / "other.html", folder / "rate 2" / "report.html"):
-        other = Page(title="Another page", verdict="", sections=[Section(id="only", title="Only", blocks=[])])
+        other = Document(title="Another page", verdict="", sections=[Section(id="only", title="Only", blocks=[])])
         path.write_text(render(other), encoding="utf-8")
     path = folder / "page.html"
     path.write_text(render(pages.page()), encoding="utf-8")

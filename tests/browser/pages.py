@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from loadgen.page.content import (
+from loadgen.document.content import (
     Chart,
     Code,
+    Document,
     Items,
     Link,
     Listed,
     Mark,
     Number,
-    Page,
     Section,
     Series,
     Shade,
@@ -157,7 +157,7 @@ def nothing() -> Chart:
     return Chart(title="KV cache", x_label="s", y_label="%", series=[Series(name="kv", x=[0, 1], y=[None, math.nan])])
 
 
-def page() -> Page:
+def page() -> Document:
     table = Table(
         headers=["metric", "p50", "p99", "run"],
         rows=[
@@ -181,7 +181,7 @@ def page() -> Page:
             Listed(head="Clock", text="monotonic"),
         ]
     )
-    return Page(
+    return Document(
         title=f"Run A {NASTY}",
         verdict="The numbers can be trusted.",
         tone="good",

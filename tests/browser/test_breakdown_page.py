@@ -12,7 +12,7 @@ from benchmarks import published
 from benchmarks.published import Predicted
 from benchmarks.published import page as published_page
 from loadgen import cli
-from loadgen.page import html
+from loadgen.document import html
 from tests.benchmarks.test_published_page import result
 from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 

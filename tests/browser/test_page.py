@@ -11,8 +11,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from backends.untrusted import escaped
-from loadgen.page.content import Block, Chart, Page, Section, Series, Table
-from loadgen.page.html import DATA, render
+from loadgen.document.content import Block, Chart, Document, Section, Series, Table
+from loadgen.document.html import DATA, render
 from tests.browser import pages
 from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 from tests.support.waiting import until
@@ -97,7 +97,7 @@ def test_hover_reads_the_quantile(chromium: Chromium, everything: Path, up: floa
 
 
 def opened(chromium: Chromium, folder: Path, *blocks: Block) -> Chromium:
-    page = Page(title="A page", verdict="", sections=[Section(id="all", title="All", blocks=blocks)])
+    page = Document(title="A page", verdict="", sections=[Section(id="all", title="All", blocks=blocks)])
     path = folder / "page.html"
     path.write_text(render(page), encoding="utf-8")
     return chromium.open(path)

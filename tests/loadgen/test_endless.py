@@ -15,7 +15,8 @@ import pytest
 from backends import foreign_files
 from backends.foreign_files import named_lines, read_named
 from loadgen import cli
-from loadgen.report import build, figures
+from loadgen.document import figure
+from loadgen.report import build
 from loadgen.target import Target, TransportError, get
 from tests.loadgen.tables import facts, manifest, request, write_run
 from training_probe import cli as training_cli
@@ -131,7 +132,7 @@ def test_a_report_without_memory_for_its_figures(
     def draw(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(figures, "draw", draw)
+    monkeypatch.setattr(figure, "draw", draw)
     directory = write_run(tmp_path / "run", [request()], manifest(requests_planned=1), facts())
     assert cli.invoke(["report", str(directory)]) == 0
     assert "the figures are not drawn" in capsys.readouterr().err

@@ -11,10 +11,10 @@ import pytest
 from rich.text import Text
 
 from loadgen import cli, summary
+from loadgen.document.content import number
 from loadgen.report import repeats, sweeps
 from loadgen.report.finding import Finding
 from loadgen.report.schema import ErrorCount, Report, Verdict
-from loadgen.report.text import number
 from loadgen.search import results
 from loadgen.summary import FILES_LINES, SCREEN_LINES
 from tests.loadgen.report.test_build import HOSTILE, hand_report

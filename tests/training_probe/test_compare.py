@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.page import html
+from loadgen.document import html
 from tests.training_probe.measured import result
 from tests.training_probe.pages import charts_of, numbers_of
 from training_probe import cli

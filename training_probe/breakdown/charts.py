@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from loadgen.page.content import Chart, Section, Series
+from loadgen.document.content import Chart, Section, Series
 from training_probe import paper
 from training_probe.breakdown import tables
 from training_probe.breakdown.attribution import FUSED_ATTENTION, PASSES, Window
 from training_probe.breakdown.run import Breakdown
+from training_probe.report.charts import files
 from training_probe.report.tables import SIZES
 
 OF_A_PASS: dict[str, Callable[[Window], float]] = {
@@ -27,6 +28,7 @@ OF_A_LAYER: dict[str, tuple[str, ...]] = {
 }
 OUTSIDE = tuple(part for part in tables.PARTS if not any(part in parts for parts in OF_A_LAYER.values()))
 OVERLAP = "Sums over kernels, which may overlap."
+MOST_COLOURS = 7  # that a chart tells apart; further ones are hatched
 KINDS = (*tables.COMPUTE, "communication", "memcpy", "host")
 
 
@@ -35,6 +37,8 @@ def build(breakdowns: Sequence[Breakdown]) -> Iterator[Section]:
     traced = [each for each in breakdowns if each.attribution is not None]
     if traced:
         yield Section(id="charts", title="Where a step goes", blocks=[*_charts(traced)])
+        title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE}"
+        yield Section("layers", title, [_layers(traced)], files("parts"))
 
 
 def _charts(traced: Sequence[Breakdown]) -> Iterator[Chart]:
@@ -53,6 +57,31 @@ def _charts(traced: Sequence[Breakdown]) -> Iterator[Chart]:
     yield _stack("Parts of the model", names, parts, f"{OVERLAP} The optimizer has no parts.")
     kinds = {kind: [_of_kind(*each, kind) for each in passes] for kind in KINDS}
     yield _stack("Kinds of kernels", names, kinds, OVERLAP)
+
+
+def _layers(traced: Sequence[Breakdown]) -> Chart:
+    """Shares of the parts of a decoder layer, measured and printed."""
+    bars: dict[str, dict[str, float]] = {}
+    for phase in ("forward", "backward"):
+        for each in traced:
+            own = {part: tables.part_seconds(each, phase, part) for part in tables.LAYER}
+            theirs = {part: tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
+            beside = f"{tables.PAPER}, BS {each.cell.micro_batch}"
+            for name, parts in ((tables.title(each), own), (beside, theirs)):
+                if whole := sum(parts.values()):
+                    bars[f"{phase}: {name}"] = {part: 100 * value / whole for part, value in parts.items()}
+    shown = [part for part in tables.LAYER if any(bar[part] > 0 for bar in bars.values())]
+    return Chart(
+        title="Parts of the decoder layers", x_label="", y_label="share of the layers' time in that pass (%)",
+        series=[
+            Series(
+                name=part, x=[*range(len(bars))], y=[bar[part] for bar in bars.values()], kind="bars", colour=colour,
+                dashed=colour >= MOST_COLOURS,
+            )
+            for colour, part in enumerate(shown)
+        ],
+        categories=[*bars], stacked=True, note="Without what is recomputed.",
+    )  # fmt: skip
 
 
 def _names(traced: Sequence[Breakdown]) -> list[str]:

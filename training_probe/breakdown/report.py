@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from backends.untrusted import escaped
 from loadgen.report.finding import Finding
 from training_probe import paper
 from training_probe.breakdown import charts, tables
@@ -114,29 +112,4 @@ def document(breakdowns: Sequence[Breakdown], manifest: ManifestFields, notes: S
         traces={each.cell.name: each.trace for each in breakdowns if each.trace},
         tables=made,
         charts=lambda _: charts.build(breakdowns),
-        draw=lambda directory: _draw(directory, breakdowns, report.verdict) if made else {},
-        figures="Figure",
     )
-
-
-def _draw(directory: Path, breakdowns: Sequence[Breakdown], verdict: Verdict) -> dict[str, str]:
-    """Figure 5: shares of a decoder layer's parts; the SVG's name and what it shows. Raises OSError."""
-    from loadgen.report.figures import stacked  # matplotlib costs 0.7 s and 70 MB: after the numbers are safe
-    from training_probe.report import figures
-
-    bars: dict[str, dict[str, float]] = {}
-    traced = [each for each in breakdowns if each.attribution is not None]
-    for phase in ("forward", "backward"):
-        for each in traced:
-            own = {part: tables.part_seconds(each, phase, part) for part in tables.LAYER}
-            theirs = {part: tables.printed(each).get((phase, part, "ms"), 0.0) for part in own}
-            beside = f"{tables.PAPER}, BS {each.cell.micro_batch}"
-            for name, parts in ((tables.title(each), own), (beside, theirs)):
-                whole = sum(parts.values())
-                if whole:
-                    bars[escaped(f"{phase}: {name}")] = {part: 100 * value / whole for part, value in parts.items()}
-    title = f"Parts of the decoder layers, as Figure 5 of {paper.SOURCE} (without what is recomputed)"
-    title += doubtful(verdict)
-    paths = [directory / f"parts{suffix}" for suffix in figures.SUFFIXES]
-    stacked(bars, title, "% of the layers' time in that pass", paths, number=".0f")
-    return {"parts.svg": title}

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loadgen.page.content import Chart, Mark, Section, Series
+from loadgen.document.content import Chart, Mark, Section, Series
 from training_probe.micro.tables import MS, NAMES, TERA, US, WAYS, peaks
 from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, bus_factor, size_text
+from training_probe.report.charts import files
 
 SPREAD = "Spread: from 10 % to 90 % of the samples of a point."
 MIB = 1 << 20
@@ -40,9 +41,9 @@ def build(results: Sequence[Measured], device_name: str) -> Iterator[Section]:
     """Sections of charts, those that have any."""
     timed = [result for result in results if result.outcome == "ok" and result.median_s]
     sections = (
-        Section(id="products", title="Matrix products over M", blocks=[*_gemm(timed, device_name)]),
-        Section(id="copies", title="Memory copies over size", blocks=[*_memcpy(timed)]),
-        Section(id="collectives", title="Collectives over size", blocks=[*_collectives(timed)]),
+        Section("products", "Matrix products over M", [*_gemm(timed, device_name)], files("gemm")),
+        Section("copies", "Memory copies over size", [*_memcpy(timed)], files("memcpy")),
+        Section("collectives", "Collectives over size", [*_collectives(timed)], files("collectives")),
     )
     return (section for section in sections if section.blocks)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -135,13 +134,6 @@ def document(
     stopped = [f"{missing} of {report.points.planned} points were not reached: it was stopped."] if missing > 0 else []
     preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
 
-    def draw(directory: Path) -> dict[str, str]:
-        from training_probe.micro import plots  # matplotlib costs 0.7 s and 70 MB
-        from training_probe.report import figures
-
-        with figures.of(report.verdict):
-            return plots.draw(directory, results, manifest.device_name, _platform(report))
-
     return Document(
         report=report,
         run_id=report.run_id,
@@ -163,5 +155,4 @@ def document(
         },
         tables=tables.build(results, report.device_name),
         charts=lambda _: charts.build(results, report.device_name),
-        draw=draw,
     )

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 
 from backends.untrusted import is_cut, read_json
-from loadgen.page.content import Tone
+from loadgen.document.content import Tone
 from loadgen.report.finding import Finding
 from training_probe import paper
 from training_probe.findings import Verdict, of_cells, sentence, verdict_of
@@ -327,12 +327,6 @@ def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Seq
     report = build(results, manifest)
     in_mind = [*notes, *findings(report)]
 
-    def draw(directory: Path) -> dict[str, str]:
-        from training_probe.report import figures, plots  # matplotlib costs 0.7 s and 70 MB
-
-        with figures.of(report.verdict):
-            return plots.draw(directory, results)
-
     return Document(
         report=report,
         run_id=report.run_id,
@@ -347,8 +341,6 @@ def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Seq
         measured=measured(results, manifest),
         tables=tables.build(results),
         charts=lambda directory: charts.build(results, directory),
-        draw=draw,
-        figures="Figures",
         after=[table for table in (_failed(results), _searched(results), _letters(results)) if table.rows],
         files={"tables.csv": tables.csv_text(results)},
     )

@@ -6,12 +6,14 @@ A cell without a number is in its charts all the same, with what happened to it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from loadgen.page.content import Chart, Mark, Section, Series
+from loadgen.document.content import Chart, Mark, Section, Series
 from training_probe import paper
 from training_probe.paper import TableName
 from training_probe.protocol import Timeline
@@ -28,14 +30,25 @@ CELL = f"method; {tables.SIZES}"
 def build(results: Sequence[CellResult], directory: Path) -> Iterator[Section]:
     """Sections of charts, those that have any."""
     sections = (
-        Section(id="throughput", title="Throughput", blocks=[*_of_parts(results, _throughput)]),
-        Section(id="paper", title="Beside the paper's platforms", blocks=[*_beside_paper(results)]),
-        Section(id="memory", title="Memory", blocks=[*_of_parts(results, _memory)]),
-        Section(id="steps", title="Time of a step", blocks=[*_of_parts(results, _steps)]),
-        Section(id="scaling", title="Scaling", blocks=[*_scaling(results)]),
-        Section(id="timelines", title="Memory over the first steps", blocks=[*_timelines(directory)]),
-    )
+        Section("throughput", "Throughput", [*_of_parts(results, _throughput)], files("throughput")),
+        *(
+            Section(
+                f"paper-{table}", f"Beside the paper's Table {table}", [*_beside_paper(table, results)],
+                files(f"throughput-table-{table}"),
+            )
+            for table in paper.TABLES
+        ),
+        Section("memory", "Memory", [*_of_parts(results, _memory)], files("memory")),
+        Section("steps", "Time of a step", [*_of_parts(results, _steps)]),
+        Section("scaling", "Scaling", [*_scaling(results)], files("scaling")),
+        *_timelines(directory),
+    )  # fmt: skip
     return (section for section in sections if section.blocks)
+
+
+def files(stem: str) -> list[str]:
+    """Where a section's charts are drawn."""
+    return [f"{stem}.svg", f"{stem}.png"]
 
 
 def _category(result: CellResult) -> str:
@@ -130,13 +143,12 @@ def _steps(title: str, part: Sequence[CellResult]) -> Iterator[Chart]:
     )  # fmt: skip
 
 
-def _beside_paper(results: Sequence[CellResult]) -> Iterator[Chart]:
-    """Tokens/s of a GPU, by the rows of each of the paper's tables that were tried here."""
-    for table in paper.TABLES:
-        matched = tables.matched(table, results)
-        machines = list(dict.fromkeys(each for ours in matched.values() for each in ours))
-        for model in dict.fromkeys(line.model for line in matched):
-            yield _of_table(table, model, {line: of for line, of in matched.items() if line.model == model}, machines)
+def _beside_paper(table: TableName, results: Sequence[CellResult]) -> Iterator[Chart]:
+    """Tokens/s of a GPU, by the rows of one of the paper's tables that were tried here."""
+    matched = tables.matched(table, results)
+    machines = list(dict.fromkeys(each for ours in matched.values() for each in ours))
+    for model in dict.fromkeys(line.model for line in matched):
+        yield _of_table(table, model, {line: of for line, of in matched.items() if line.model == model}, machines)
 
 
 def _of_table(table: TableName, model: str, matched: tables.Matched, machines: Sequence[MachineColumns]) -> Chart:
@@ -146,8 +158,10 @@ def _of_table(table: TableName, model: str, matched: tables.Matched, machines: S
         for at, each in enumerate(machines)
     ]
     for name in platforms:
-        values = [tables.printed_per_gpu(line.printed.get(name)) for line in matched]
-        series.append(_bars(f"{name}, {paper.GPUS} GPUs (paper)", values, len(series)))
+        printed = [line.printed.get(name) for line in matched]
+        bars = _bars(f"{name}, {paper.GPUS} GPUs (paper)", [*map(tables.printed_per_gpu, printed)], len(series))
+        ends = ["OOM" if row is not None and row.oom else "" for row in printed]
+        series.append(msgspec.structs.replace(bars, labels=ends))
     return Chart(
         title=f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]}, {model.upper()}",
         x_label=f"method; {tables.ROW_SIZES}",
@@ -171,35 +185,56 @@ def _scaling(results: Sequence[CellResult]) -> Iterator[Chart]:
         series.append(Series(name=f"{name}: ideal", x=gpus, y=ideal, colour=number, dashed=True))
     if series:
         on = "processes" if all(each.device == "cpu" for each in results) else "GPUs"
+        shares = [_share_of_ideal(*pair) for pair in zip(series[::2], series[1::2], strict=True)]
+        yield Chart(
+            title="Scaling efficiency", x_label=on, y_label="share of the ideal (%)", series=shares,
+            marks=[Mark(axis="y", value=100.0, label="ideal")],
+        )  # fmt: skip
         yield Chart(
             title=f"Scaling, as Figure 4 of {paper.SOURCE}", x_label=on, y_label="speed of all together (tokens/s)",
             series=series, log=["x", "y"], note="Ideal: as many times the tokens/s of the fewest as there are more.",
         )  # fmt: skip
 
 
-def _timelines(directory: Path) -> Iterator[Chart]:
+def _share_of_ideal(measured: Series, ideal: Series) -> Series:
+    shares = [100 * y / most if y is not None and most else None for y, most in zip(measured.y, ideal.y, strict=True)]
+    names = ["" if share is None else f"{share:.0f} %" for share in shares]
+    return msgspec.structs.replace(measured, y=shares, names=names)
+
+
+def _timelines(directory: Path) -> Iterator[Section]:
+    """Over time, and over allocations and releases, where what is short in time can be seen too."""
     by_cell = [*timelines.read(directory)]
     for name, recorded in by_cell:
-        yield _timeline(name, recorded, max(50, MOST_SAMPLES // len(by_cell) // 2))
+        stem = "timeline-" + (re.sub(r"[^A-Za-z0-9.+-]+", "_", name).strip("._") or "cell")
+        charts = _timeline(name, recorded, max(50, MOST_SAMPLES // len(by_cell) // 4))
+        yield Section(stem, f"Memory of the first steps: {name}", [*charts], files(stem))
 
 
-def _timeline(name: str, of: Timeline, stretches: int) -> Chart:
+def _timeline(name: str, of: Timeline, stretches: int) -> Iterator[Chart]:
     gib = np.array(of.bytes, dtype=np.float64).reshape(len(of.categories), -1) / GIB
     time_s = np.array(of.time_s, dtype=np.float64) - of.time_s[0]
     total = gib.sum(axis=0)
     seen = timelines.extremes(total, stretches)
-    x = np.round(time_s[seen], 6).tolist()
     rows = [("all", total), *zip(of.categories, gib, strict=True)]
-    series = [
-        Series(name=name, x=x, y=np.round(values[seen], 4).tolist(), kind="step", colour=number)
-        for number, (name, values) in enumerate(rows)
-    ]
-    steps = [max(0.0, begin - of.time_s[0]) for begin in of.steps_s]
+    begins_s = np.maximum(0.0, np.array(of.steps_s, dtype=np.float64) - of.time_s[0])
+    event = np.arange(len(time_s), dtype=np.float64)
     left_out = "" if len(seen) == len(total) else (
         f" Of {len(total):,} allocations and releases those with the most and the least of {stretches:,} stretches."
     )  # fmt: skip
-    return Chart(
-        title=f"Memory of the first steps: {name}", x_label="time (s)", y_label="allocated (GiB)", series=series,
-        marks=[Mark(axis="x", value=begin, label=f"step {number}") for number, begin in enumerate(steps, 1)],
-        note=f"Of rank 0, by what it is for; the peak is {total.max():.4g} GiB.{left_out}",
-    )  # fmt: skip
+    for title, x, begins, unit in (
+        (f"Memory of the first steps: {name}", time_s, begins_s, "time (s)"),
+        ("The same over allocations and releases", event, np.interp(begins_s, time_s, event), "allocations, releases"),
+    ):
+        yield Chart(
+            title=title, x_label=unit, y_label="allocated (GiB)",
+            series=[
+                Series(
+                    name=name, x=np.round(x[seen], 6).tolist(), y=np.round(values[seen], 4).tolist(), kind="step",
+                    colour=number,
+                )
+                for number, (name, values) in enumerate(rows)
+            ],
+            marks=[Mark("x", begin, f"step {place}") for place, begin in enumerate(begins.tolist(), 1)],
+            note=f"Of rank 0, by what it is for; the peak is {total.max():.4g} GiB.{left_out}",
+        )  # fmt: skip

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from backends.untrusted import escaped
+from loadgen.document.content import number
 from loadgen.report.contrast import SAME, ratio_interval
-from loadgen.report.text import number
 from training_probe.report.layout import Column, Table, text
 from training_probe.results import CellResult
 

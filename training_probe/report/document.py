@@ -15,8 +15,8 @@ import msgspec
 from backends.exit_codes import UserError
 from backends.untrusted import escaped
 from loadgen import rundir
-from loadgen.page import content, html
-from loadgen.page.content import Section, Tone
+from loadgen.document import content, html
+from loadgen.document.content import Section, Tone
 from loadgen.report.build import NO_MEMORY, no_memory
 from loadgen.report.text import markdown_text
 from training_probe.report import layout
@@ -35,7 +35,6 @@ class Document:
     line of what came of it. findings: what to keep in mind of the numbers. facts: how they came about. All three are
     plain text that is not escaped, a sentence or two each. measured: what was measured, and on what, by name. traces:
     files of cells, by the cell's name. charts: what a page has below the tables; the argument is the directory.
-    draw: writes the figures into a directory; their files, with what each shows. figures: the heading over them.
     after: tables that only a page and report.md have, below charts and figures. files: further ones, by name."""
 
     report: msgspec.Struct
@@ -53,8 +52,6 @@ class Document:
     traces: Mapping[str, str] = field(default_factory=dict)
     tables: Sequence[Table]
     charts: Callable[[Path], Iterable[Section]]
-    draw: Callable[[Path], Mapping[str, str]]
-    figures: str = ""
     after: Sequence[Table] = ()
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,13 +78,13 @@ class Document:
             for name, file in self.traces.items()
         ]
         lines += ["", *map(layout.markdown, self.tables)]
-        if pictures and self.figures:
-            lines += [f"## {self.figures}", ""]
+        if pictures:
+            lines += ["## Figures", ""]
         for file, shows in pictures.items():
             lines += [f"![{markdown_text(shows)}]({file})", ""]
         return "\n".join([*lines, *map(layout.markdown, self.after), markdown_text(self.origin)]) + "\n"
 
-    def page(self, directory: Path) -> content.Page:
+    def page(self, directory: Path) -> content.Document:
         """report.html's content. directory: where the measurement lies, and the page will."""
         findings = [content.Text(text=finding, tone="warning") for finding in self.findings]
         sections = [
@@ -99,10 +96,11 @@ class Document:
             Section(id="measured", title="What was measured, on what", blocks=[self._measured(), *self._facts()]),
             Section(id="repeat", title="Command, and how to repeat it", blocks=[*repeated(self.argv)]),
         ]
-        return content.Page(
+        return content.Document(
             title=self.title,
             verdict=self.verdict,
             tone=self.tone,
+            stamp="INVALID: no measurement" if self.invalid else "",
             sections=[section for section in sections if section.blocks],
             footer=self.origin,
         )
@@ -133,15 +131,20 @@ class Document:
             rundir.replace(directory / "report.json", encoded)
             for name, text in texts.items():
                 rundir.replace(directory / name, text.encode())
-            write_page(directory / "report.html", self.page(directory))
-            rundir.replace(directory / "report.md", self.markdown(self.draw(directory)).encode())
+            page = self.page(directory)
+            write_page(directory / "report.html", page)
+            if page.figures:
+                from loadgen.document import figure  # after the numbers are safe
+
+                figure.write(page, directory)
+            rundir.replace(directory / "report.md", self.markdown(dict(page.figures)).encode())
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
         except NO_MEMORY as error:
             raise ReportError(str(no_memory(error))) from None
 
 
-def write_page(path: Path, page: content.Page) -> None:
+def write_page(path: Path, page: content.Document) -> None:
     """Raises ReportError."""
     try:
         rundir.replace(path, html.render(page).encode())

@@ -12,8 +12,9 @@ from itertools import groupby
 from textwrap import fill
 
 from backends.untrusted import escaped
-from loadgen.page import content
-from loadgen.report.text import markdown_text, number
+from loadgen.document import content
+from loadgen.document.content import number
+from loadgen.report.text import markdown_text
 
 MOST_ROWS = 24  # of a table that stands open on a page; a longer one opens when it is asked for
 GAP = "  "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.untrusted import escaped
-from loadgen.report.text import number
+from loadgen.document.content import number
 from training_probe import paper
 from training_probe.grid import beyond_letters
 from training_probe.paper import PaperRow, TableName

@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loadgen.document.content import Chart, Mark, Series, Shade, number
 from loadgen.monitor.server_view import ServerSample
-from loadgen.page.content import Chart, Series, Shade
 from loadgen.report import metrics, sessions, slices
-from loadgen.report.metrics import CONVENTIONS, Convention
+from loadgen.report.finding import share
+from loadgen.report.metrics import CONVENTIONS, Convention, Summary
 from loadgen.report.pages import intervals, parts, series
 from loadgen.report.pages.parts import Curve, rounded
 from loadgen.report.pages.series import Values
@@ -83,8 +84,9 @@ Drawn = tuple[str, Kind, NDArray[Any], NDArray[Any]]  # one curve: what, how, x,
 
 
 def latencies(runs: Runs) -> list[Chart]:
-    """A CDF of each metric in `LATENCIES`."""
-    return [
+    """A CDF of each metric in `LATENCIES`, with what is in none; of one run with its p50 and p99."""
+    lost = [_lost(run, alone=len(runs) == 1) for run in runs if run.report.requests.failed]
+    found = [
         parts.cdf(
             title,
             [
@@ -101,6 +103,27 @@ def latencies(runs: Runs) -> list[Chart]:
         )
         for name, title in ((metric.removesuffix("_ms"), title) for metric, title in LATENCIES.items())
     ]
+    return [
+        msgspec.structs.replace(
+            chart,
+            marks=_percentiles(runs[0].report.metrics[metric]) if len(runs) == 1 else (),
+            note=" ".join(filter(None, [*lost, chart.note])),
+        )
+        for metric, chart in zip(LATENCIES, found, strict=True)
+    ]
+
+
+def _lost(run: Shown, *, alone: bool) -> str:
+    """The requests that are in no curve, and what share of all they are."""
+    ok, failed = run.report.requests.ok, run.report.requests.failed
+    of = "" if alone else f"{run.name}: "
+    return f"{of}{ok} requests; {failed} more failed and are in no curve: {share(failed, ok + failed)}."
+
+
+def _percentiles(summary: Summary) -> list[Mark]:
+    """p50 and p99 as lines across a CDF."""
+    known = {"p50": summary.p50, "p99": summary.p99}
+    return [Mark("x", value, f"{name} {number(value)} ms") for name, value in known.items() if value is not None]
 
 
 def over_time(runs: Runs) -> tuple[list[Chart], list[str]]:
@@ -128,10 +151,10 @@ def _chart(runs: Runs, title: str, y_label: str, curves: Callable[[Shown], Seque
     most = _most(runs)
     drawn, whole = [], True
     for run in runs:
-        for number, (what, kind, x, y) in enumerate(curves(run)):
+        for place, (what, kind, x, y) in enumerate(curves(run)):
             kept = series.thinned(np.asarray(x, np.float64), np.asarray(y, np.float64), most)
             whole = whole and len(kept) == len(x)
-            drawn.append(_series(runs, run, number, (what, kind, x[kept], y[kept])))
+            drawn.append(_series(runs, run, place, (what, kind, x[kept], y[kept])))
     return Chart(
         title=title,
         x_label=SECONDS,
@@ -302,11 +325,11 @@ def timelines(run: Shown, rows: NDArray[np.int64]) -> Chart:
         firsts += points[:1]
         others += points[1:]
     drawn = []
-    for number, (what, points) in enumerate({"first event": firsts, "later events": others}.items()):
+    for place, (what, points) in enumerate({"first event": firsts, "later events": others}.items()):
         points.sort()
         x, y, labels = zip(*points, strict=True) if points else ((), (), ())
         drawn.append(
-            Series(name=what, x=rounded(np.array(x)), y=list(y), kind="points", labels=list(labels), colour=1 - number)
+            Series(name=what, x=rounded(np.array(x)), y=list(y), kind="points", labels=list(labels), colour=1 - place)
         )
     rule = (
         f"Of a reply of more than {MOST_EVENTS} events: the first, the last, those around its {LONGEST_GAPS} longest "

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from backends import exit_codes
 from loadgen import rundir
-from loadgen.page.content import (
+from loadgen.document.content import (
     Block,
     Cell,
     Chart,
     Code,
+    Document,
     Mark,
-    Page,
     Section,
     Series,
     Table,
@@ -70,14 +70,14 @@ def write(file: Path, comparison: Comparison, checks: Sequence[Check], argv: Seq
     several.write(file, page(comparison, compared))
 
 
-def page(comparison: Comparison, compared: Compared) -> Page:
+def page(comparison: Comparison, compared: Compared) -> Document:
     origin = parts.shared_origin(compared.origins.values())
     verdict, tone = _verdict(comparison, compared.checks)
     curves = {f"{letter}: {_name(side)}": compared.samples[letter] for letter, side in _sides(comparison)}
     origins = {f"{letter}: {_name(side)}": compared.origins[letter] for letter, side in _sides(comparison)}
     gated = [Section("gate", "The gate", _gate(comparison, compared.checks))] if compared.checks else []
     runs = [run for _, side in _sides(comparison) for run in side.runs]
-    return Page(
+    return Document(
         title=f"B: {_name(comparison.b)}, against A: {_name(comparison.a)}",
         verdict=verdict,
         tone=tone,

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.page.content import Cell, Chart, Items, Listed, Number, Series, Table, Tone
+from loadgen.document.content import Cell, Chart, Items, Listed, Number, Series, Table, Tone, number
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Distribution, Summary
 from loadgen.report.pages import series
 from loadgen.report.schema import Numbers
-from loadgen.report.text import number
 from loadgen.rundir import Manifest
 from loadgen.steady.blocks import Bounds
 

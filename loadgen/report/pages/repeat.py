@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.page.content import Block, Cell, Chart, Code, Page, Section, Series, Table, Text
+from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text
 from loadgen.report import repeats
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import several
@@ -27,25 +27,24 @@ BY_RUN = (
 )  # fmt: skip
 
 
-def write(directory: Path, repeated: Repeated) -> None:
-    """Writes repeat.html from repeat.json and the runs. Raises ReportError, RunError or RecordsError."""
+def of(directory: Path, repeated: Repeated) -> Document:
+    """The page of repeat.json and its runs. Raises ReportError, RunError or RecordsError."""
     paths = [Path(run.directory) for run in repeated.runs]
     samples = {path.name: repeats.pooled([path]) for path in paths}
-    made = page(
+    return page(
         repeated, samples, [several.href(path, directory) for path in paths], several.origin(paths),
         rundir.read_manifest(paths[0]).argv,
     )  # fmt: skip
-    several.write(directory / FILE, made)
 
 
 def page(
     repeated: Repeated, samples: Mapping[str, Mapping[str, Distribution]], hrefs: Sequence[str], origin: str,
     argv: Sequence[str],
-) -> Page:  # fmt: skip
+) -> Document:  # fmt: skip
     """samples: the latencies of each run, by the name of its directory. hrefs: of the pages of the runs, empty where
     there is none. argv: the command that made them."""
     count = len(repeated.runs)
-    return Page(
+    return Document(
         title=f"{count} run{'' if count == 1 else 's'} of {repeated.backend} {repeated.model}",
         verdict=several.verdict(repeated.runs, repeated.planned),
         tone=several.tone(repeated.runs, repeated.planned),

@@ -12,7 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.page.content import Block, Cell, Code, Items, Listed, Page, Section, Table, Text, Tile, Tone
+from loadgen.document.content import (
+    Block,
+    Cell,
+    Code,
+    Document,
+    Items,
+    Listed,
+    Section,
+    Table,
+    Text,
+    Tile,
+    Tone,
+    number,
+)
 from loadgen.report import cluster, metrics, text
 from loadgen.report.pages import charts, intervals, parts
 from loadgen.report.pages.charts import LATENCIES, Shown
@@ -31,24 +44,29 @@ RATES = {
 }
 
 
-def page(run: Shown) -> Page:
+def page(run: Shown) -> Document:
     report = run.report
     prompts = charts.by_prompt([run])
     sections = [
         Section("verdict", "Verdict", list(_verdict(report))),
         Section("numbers", "Numbers", list(_numbers(run))),
-        Section("latency", "Latency distributions", charts.latencies([run])),
-        Section("time", "Over time", over_time([run])),
-        *([] if prompts is None else [Section("prompts", "Prompt length", [prompts, *_by_prompt(report)])]),
+        Section("latency", "Latency distributions", charts.latencies([run]), ("cdf.svg", "cdf.png")),
+        Section("time", "Over time", over_time([run]), ("timeline.png",)),
+        *(
+            []
+            if prompts is None
+            else [Section("prompts", "Prompt length", [prompts, *_by_prompt(report)], ("ttft_by_prompt.png",))]
+        ),
         Section("slowest", "Slowest requests", list(_slowest(run))),
         Section("errors", "Errors", list(_errors(run))),
         Section("setup", "What was measured on what", setup(run)),
         Section("repeat", "The command, and how to repeat it", list(_repeat(run))),
     ]
-    return Page(
+    return Document(
         title=f"{text.name_of(report)}, {report.arrival}",
         verdict=text.verdict_line(report),
         doubt=_doubt(report),
+        stamp="" if report.verdict.valid else "INVALID",
         tiles=list(_tiles(report)),
         sections=sections,
         tone=tone(report),
@@ -115,7 +133,7 @@ def _facts(run: Shown) -> Iterator[tuple[str, str]]:
     yield "model", report.model
     yield "server", f"{report.backend} {report.server_version or '(version unknown)'} at {manifest.url}"
     if manifest.kv_cache_tokens is not None and launch is None:
-        yield "its KV cache", f"{text.number(manifest.kv_cache_tokens)} tokens"
+        yield "its KV cache", f"{number(manifest.kv_cache_tokens)} tokens"
     if manifest.server_settings and launch is None:
         yield "its settings", ", ".join(f"{name} {value}" for name, value in manifest.server_settings.items())
     if launch is not None:
@@ -163,7 +181,7 @@ def _load(run: Shown) -> str:
     report, config = run.report, run.manifest.config
     planned = report.requests.planned
     phrases = [
-        f"{report.arrival}, {text.number(planned)} requests" if planned is not None else report.arrival,
+        f"{report.arrival}, {number(planned)} requests" if planned is not None else report.arrival,
         *(
             f"{name.replace('_', ' ')} {config[name]}"
             for name in ("duration", "input_tokens", "output_tokens", "dataset", "trace", "prefix",
@@ -286,7 +304,7 @@ def over_time(runs: Sequence[Shown]) -> list[Block]:
 def _by_prompt(report: Report) -> Iterator[Block]:
     if report.ttft_by_prompt:
         rows = {
-            f"{text.number(quarter.from_tokens)} to {text.number(quarter.to_tokens)}": quarter.ttft_ms
+            f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}": quarter.ttft_ms
             for quarter in report.ttft_by_prompt
         }
         yield parts.summaries("ttft, ms, by prompt tokens", rows, "ttft by quarter of the prompts")

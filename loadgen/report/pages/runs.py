@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from loadgen.page.content import Block, Cell, Code, Items, Link, Listed, Page, Section, Table, Text, Tone
+from loadgen.document.content import Block, Cell, Code, Document, Items, Link, Listed, Section, Table, Text, Tone
 from loadgen.report import text
 from loadgen.report.pages import charts, intervals, parts, run
 from loadgen.report.pages.charts import Shown
 from loadgen.report.pages.parts import cell
 
 
-def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Page:
+def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Document:
     """hrefs: where the page of each run is, as a relative path; "" where it has none."""
     prompts = charts.by_prompt(runs)
     invalid = [each.name for each in runs if not each.report.verdict.valid]
@@ -27,11 +27,12 @@ def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Page:
         Section("setup", "What was measured on what", list(_setup(runs, hrefs))),
         Section("repeat", "The commands", list(_commands(runs))),
     ]
-    return Page(
+    return Document(
         title=f"{len(runs)} runs",
         verdict=f"INVALID: {', '.join(invalid)}; do not quote these numbers" if invalid else "VALID, all of them",
         sections=sections,
         tone=worst,
+        stamp="" if not invalid else "INVALID" if len(invalid) == len(runs) else "PARTLY INVALID",
         origin=parts.shared_origin(each.origin for each in runs),
         footer=f"Each curve is one run; loadgen compare tells whether two differ. {runs[0].report.convention_differs}",
     )

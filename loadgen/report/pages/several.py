@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.page import html
-from loadgen.page.content import Block, Cell, Items, Link, Listed, Page, Table, Tone
-from loadgen.report.build import ReportError
+from loadgen.document import html
+from loadgen.document.content import Block, Cell, Document, Items, Link, Listed, Table, Tone
+from loadgen.report.build import NO_MEMORY, ReportError, no_memory
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import parts
 from loadgen.report.pages import run as run_page
@@ -47,12 +47,18 @@ def origin(runs: Iterable[Path]) -> str:
     return parts.shared_origin(origins)
 
 
-def write(path: Path, page: Page) -> None:
-    """Raises ReportError."""
+def write(path: Path, page: Document) -> None:
+    """Writes the page, and then its figures beside it. Raises ReportError."""
     try:
         rundir.replace(path, html.render(page).encode())
+        if page.figures:
+            from loadgen.document import figure  # after the numbers are safe
+
+            figure.write(page, path.parent)
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror or error}.") from None
+    except NO_MEMORY as error:
+        raise no_memory(error) from None
 
 
 def tone(runs: Sequence[RunVerdict], planned: int) -> Tone:
@@ -61,6 +67,12 @@ def tone(runs: Sequence[RunVerdict], planned: int) -> Tone:
     if not all(run.valid for run in finished):
         return "bad"
     return "good" if len(finished) == planned else "warning"
+
+
+def stamp(runs: Sequence[RunVerdict]) -> str:
+    """What figures made of these runs say first."""
+    valid = [run.valid for run in runs if run.finished]
+    return "" if all(valid) else "PARTLY INVALID" if any(valid) else "INVALID"
 
 
 def verdict(runs: Sequence[RunVerdict], planned: int) -> str:

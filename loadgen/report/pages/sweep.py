@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.page.content import Cell, Chart, Code, Items, Listed, Number, Page, Section, Series, Table
+from loadgen.document.content import Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table
 from loadgen.report import sweeps
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import several
@@ -39,35 +39,47 @@ class _Spot:
     y: float
 
 
-def write(directory: Path, swept: Swept, samples: Mapping[str, Mapping[str, Distribution]]) -> None:
-    """Writes sweep.html. samples: as `sweeps.samples` gives them. Raises ReportError."""
+def of(directory: Path, swept: Swept) -> Document:
+    """The page of a sweep and its runs. Raises ReportError, RunError or RecordsError."""
     runs = [run.directory for run in swept.runs]
     hrefs = {run: several.href(directory / run, directory) for run in runs}
     origin = several.origin(directory / run for run in runs)
-    several.write(directory / FILE, page(swept, samples, hrefs, origin))
+    return page(swept, sweeps.samples(directory, swept), hrefs, origin)
 
 
 def page(
     swept: Swept, samples: Mapping[str, Mapping[str, Distribution]], hrefs: Mapping[str, str], origin: str
-) -> Page:
+) -> Document:
     """samples: the latencies of each point by its value. hrefs: of the page of each run, by its directory."""
     begun = [run for run in swept.runs if run.state != "waiting"]
     values = {point.value: f"{swept.plan.varies} {point.value}" for point in swept.points}
     remarks = Items([Listed("", remark) for remark in sweeps.remarks(swept)])
     curves = {values[value]: of for value, of in samples.items()}
-    return Page(
+    return Document(
         title=f"{f'{swept.backend} {swept.model}'.strip() or 'A sweep'} by {varied(swept)}",
         verdict=several.verdict(begun, len(swept.runs)),
         tone=several.tone(begun, len(swept.runs)),
+        stamp=several.stamp(begun),
         origin=origin,
         sections=[
             Section("findings", "Findings", [*several.findings(begun), remarks]),
             Section("points", "Every point", [_points(swept, hrefs)]),
-            Section(
-                "pareto", "Interactivity against throughput", [_pareto(swept, n, hrefs, origin) for n in BY_TOKENS]
+            *(
+                Section(name, title, charts, [f"{name}.png"] if curves else [])
+                for name, title, charts in (
+                    (
+                        "pareto",
+                        "Interactivity against throughput",
+                        [_pareto(swept, each, hrefs, origin) for each in BY_TOKENS],
+                    ),
+                    (
+                        "latency",
+                        "Latency against throughput",
+                        [_latency(swept, each, hrefs, origin) for each in LATENCIES],
+                    ),
+                    ("cdf", "CDF of every point", several.cdfs(curves, dict.fromkeys(curves, origin))),
+                )
             ),
-            Section("latency", "Latency against throughput", [_latency(swept, n, hrefs, origin) for n in LATENCIES]),
-            Section("cdf", "CDF of every point", several.cdfs(curves, dict.fromkeys(curves, origin))),
             Section("runs", "Every run, in its order", [_runs(swept, hrefs)]),
             Section("swept", "What was swept", [_planned(swept)]),
             Section("command", "The command", [Code(shlex.join(swept.argv))]),

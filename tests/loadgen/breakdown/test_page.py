@@ -10,7 +10,8 @@ import msgspec
 from loadgen.breakdown import page as breakdown_page
 from loadgen.breakdown import tables
 from loadgen.breakdown.tables import Breakdown, Kernel
-from loadgen.page import html
+from loadgen.document import html
+from loadgen.report.pages import several
 from tests.loadgen.report.pages.contents import blocks_of
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.test_build import HOSTILE
@@ -37,10 +38,10 @@ def test_bars_and_tables_add_up_to_the_step() -> None:
         assert chart.stacked and list(chart.categories) == ["measured", "the paper"] and chart.origin == ""
         assert {s.name: s.y[0] for s in chart.series if s.y[0]} == of
         assert {s.name: s.y[1] for s in chart.series if s.y[1]} == {name: ms for name, ms in theirs.items() if ms}
-    rows = {row[0]: [cell.value for cell in row[1:]] for row in blocks_of(page, "kinds")[1].rows}
+    rows = {row[0]: [cell.value for cell in row[1:]] for row in blocks_of(page, "kinds")[0].rows}
     assert rows["Comp."][:2] == [9.0, 90.0] and rows["Step"][:3] == [10.0, 100.0, paper.step_ms]
     assert rows["Comp. GEMM"] == [6.0, 60.0, paper.kinds["GEMM"], 100 * paper.kinds["GEMM"] / paper.step_ms]
-    rows = {row[0]: row[1].value for row in blocks_of(page, "parts")[1].rows}
+    rows = {row[0]: row[1].value for row in blocks_of(page, "parts")[0].rows}
     assert rows["32 x Attention blocks"] == 4.0 and rows["Step"] == 10.0
     assert [row[0] for row in blocks_of(page, "kernels")[0].rows] == ["gemm_kernel"]
 
@@ -48,7 +49,7 @@ def test_bars_and_tables_add_up_to_the_step() -> None:
 def test_no_two_large_parts_have_one_colour() -> None:
     kinds = {name: 0.01 * at for at, name in enumerate(tables.KINDS, 1)}
     kinds["GEMM"] = 10 - sum(kinds.values()) + kinds["GEMM"]
-    (chart, *_) = blocks_of(breakdown_page.page(measured(kinds=kinds)), "kinds")
+    (chart, *_) = blocks_of(breakdown_page.page(measured(kinds=kinds)), "bars")
     solid = [series.colour for series in chart.series if not series.dashed]
     assert len(set(solid)) == len(solid) == breakdown_page.COLOURS
     assert next(series.colour for series in chart.series if series.name == "GEMM") == 0
@@ -62,8 +63,10 @@ def test_modelled_is_emulated_and_much_that_is_unknown_a_warning() -> None:
 
 def test_the_file_and_names_that_are_hostile(tmp_path: Path) -> None:
     kernels = (Kernel(HOSTILE, "GEMM", 6.0, 1.0),)
-    breakdown_page.write(tmp_path, measured(backend=HOSTILE, notes=(HOSTILE,), kernels=kernels))
+    made = breakdown_page.of(tmp_path, measured(backend=HOSTILE, notes=(HOSTILE,), kernels=kernels))
+    several.write(tmp_path / breakdown_page.FILE, made)
     text = (tmp_path / "breakdown.html").read_text()
+    assert (tmp_path / "breakdown.png").read_bytes().startswith(b"\x89PNG")
     assert "<script>alert" not in text and all(char.isprintable() or char in "\n\t" for char in text)
     assert json.loads(tables.to_json(measured()))["step_ms"] == 10.0 and 'data-value="10.0"' in text
     assert "The command" not in text and html.render(breakdown_page.page(measured(), ["loadgen"])).count("The command")

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from loadgen import cli, rundir
+from loadgen.document.content import number
 from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample, ServerStats, ServerView
 from loadgen.report import build
 from loadgen.report import text as texts
@@ -186,7 +187,7 @@ def test_the_servers_own_view() -> None:
         "j_per_output_token",
     ]
     assert built.gpus.j_per_output_token == 200.0  # 7 output tokens of the three that ended ok
-    client_ms = texts.number(built.metrics["ttft_ms"].mean)
+    client_ms = number(built.metrics["ttft_ms"].mean)
     for text in (texts.render(built), texts.markdown(built)):
         assert (
             "Server: at most 32 running, at most 4 waiting, KV cache at most 87.50 % full, 0 preemptions, 0 prompt "
@@ -358,10 +359,8 @@ def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
         hand_report(convention="sglang")
     with pytest.raises(ReportError, match="goodput has no limit on 'itl'"):
         hand_report(slos={"itl": 5})
-    with pytest.raises(ReportError, match=r"must end in \.png or \.svg"):
+    with pytest.raises(ReportError, match=r"must end in \.html, \.png or \.svg"):
         build.overlay([tmp_path], tmp_path / "cdf.jpeg")
-    with pytest.raises(ReportError, match=r"must end in \.html"):
-        build.overlay_page([tmp_path], tmp_path / "cdf.png")
     with pytest.raises(rundir.RunError, match=r"holds no manifest\.json"):
         build.from_directory(tmp_path)
     with pytest.raises(ReportError, match="cannot write the report to"):
@@ -390,7 +389,7 @@ def test_several_runs_on_one_page(
     assert cli.invoke(["report", str(a), str(b), "--html"]) == 0
     assert "wrote runs.html" in capsys.readouterr().err
     page = (tmp_path / "runs.html").read_text()
-    assert 'href="run/report.html"' in page and "other/run</td>" in page
+    assert 'href="run/report.html"' in page and "other/run (INVALID)</td>" in page
     assert cli.invoke(["report", str(a), str(b), "--html"]) == 2
     assert "runs.html exists; name another --out, nothing was overwritten." in capsys.readouterr().err
     assert (tmp_path / "runs.html").read_text() == page
@@ -408,7 +407,7 @@ def test_a_page_leads_to_runs_of_any_name(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, HAND, manifest(), facts()) for name in ("rate:5", "rate #6")]
     for each in runs:
         build.write(each, *build.from_directory(each))
-    build.overlay_page(runs, tmp_path / "runs.html")
+    build.overlay(runs, tmp_path / "runs.html")
     page = (tmp_path / "runs.html").read_text()
     assert 'href="./rate%3A5/report.html"' in page and 'href="rate%20%236/report.html"' in page
 
@@ -427,7 +426,8 @@ def test_a_figure_tells_the_verdict_and_what_its_curves_leave_out(tmp_path: Path
     assert "INVALID" not in (good / "cdf.svg").read_text() and "failed" not in (good / "cdf.svg").read_text()
     build.overlay([bad, good], tmp_path / "both.svg")
     both = (tmp_path / "both.svg").read_text()
-    assert "PARTLY INVALID" in both and "bad: vllm llama-2-7b (INVALID); 1 more failed" in both
+    assert "PARTLY INVALID" in both and "bad (INVALID): vllm llama-2-7b" in both
+    assert "3 requests; 1 more failed" in both
 
 
 def test_a_closed_loop_is_no_burst() -> None:
@@ -496,7 +496,7 @@ def test_numbers_keep_three_figures() -> None:
         123.45: "123.5",
         1e6: "1,000,000",
     }
-    assert {value: texts.number(value) for value in shown} == shown
+    assert {value: number(value) for value in shown} == shown
 
 
 def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None:
@@ -507,8 +507,8 @@ def test_runs_are_drawn_over_each_other_with_their_names(tmp_path: Path) -> None
     built = build.overlay([tmp_path / "first", tmp_path / "second"], out)
     assert [one.backend for one in built] == ["vllm", "tgi"]
     text = out.read_text()
-    assert "first: vllm llama-2-7b (emulated)" in text  # text stays text
-    assert "second: tgi a$b_c$" in text
+    assert "first (emulated) (INVALID): vllm llama-2-7b" in text  # text stays text
+    assert "second (measured) (INVALID): tgi a$b_c$" in text
     assert "PARTLY EMULATED" in text
     build.overlay([tmp_path / "first"] * 9, tmp_path / "many.png")
     assert (tmp_path / "many.png").stat().st_size > 10_000
@@ -549,12 +549,12 @@ def test_predicted_and_measured_runs_have_other_labels_over_each_other(tmp_path:
     out = tmp_path / "overlay.svg"
     build.overlay([tmp_path / "model", tmp_path / "real", tmp_path / "timetable"], out)
     text = out.read_text()
-    assert "predicted, model: vllm llama-2-7b (emulated)" in text
-    assert "measured, real: vllm llama-2-7b" in text and "measured, real: vllm llama-2-7b (emulated)" not in text
-    assert "PARTLY EMULATED" in text and "Predicted and measured latency" in text
-    assert "timetable: vllm llama-2-7b (emulated)" in text and ", timetable: " not in text
+    for name in ("model (predicted)", "real (measured)", "timetable (emulated)"):
+        assert f"{name} (INVALID): vllm llama-2-7b" in text
+    assert "PARTLY EMULATED AND PREDICTED" in text
     build.overlay([tmp_path / "real"] * 2, tmp_path / "real.svg")
-    assert "redicted" not in (tmp_path / "real.svg").read_text()
+    alone = (tmp_path / "real.svg").read_text()
+    assert "PREDICTED" not in alone and "(predicted)" not in alone
 
 
 def test_matplotlib_waits_until_a_figure_is_drawn() -> None:
@@ -568,7 +568,7 @@ def test_a_page_holds_every_number_of_the_terminal() -> None:
     page = texts.markdown(built)
     for metric in METRICS:
         for statistic in set(Summary.__struct_fields__) - {"std", "min"}:
-            assert texts.number(getattr(built.metrics[metric], statistic)) in page
+            assert number(getattr(built.metrics[metric], statistic)) in page
     assert "![Latency CDF](cdf.svg)" in page
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from loadgen.client.engine import STALL_NS, Health
-from loadgen.page.content import Table as PageTable
+from loadgen.document.content import Table as PageTable
 from loadgen.report import build
 from loadgen.report.pages import run
 from loadgen.report.schema import Report

@@ -18,10 +18,11 @@ from loadgen.monitor.server_view import ServerStats, ServerView
 from loadgen.report import build, sessions, text
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import CONVENTIONS, under_way
+from loadgen.report.pages import charts
+from loadgen.report.pages.charts import Shown
 from loadgen.report.schema import Report
 from loadgen.rundir.records import Record, table
 from tests.loadgen.load.loads import load
-from tests.loadgen.report.test_timeline import drawn
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
 OURS = CONVENTIONS["loadgen"]
@@ -284,18 +285,15 @@ def test_a_think_time_that_was_not_kept_is_send_lag() -> None:
     assert "SEND_LAG" not in findings_of(report(kept_within(5)))
 
 
-def test_the_figure_has_open_and_thinking_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = table(hand())
-    figure = drawn(monkeypatch, tmp_path, report(hand()), rows, [], "run")
-    rate, flying, _ = figure.axes
-    lines = {str(line.get_label()): line for line in flying.lines}
+def test_the_charts_have_open_and_thinking_sessions() -> None:
+    (rate, flying, *_), _ = charts.over_time([Shown("run", report(hand()), manifest(), table(hand()))])
+    lines = {series.name: series for series in flying.series}
     assert list(lines) == ["requests in flight", "sessions open", "sessions thinking"]
-    assert np.asarray(lines["sessions open"].get_xydata()).tolist() == [
-        [0.0, 1], [0.05, 2], [0.2, 1], [0.4, 2], [0.561, 1], [0.627, 0],
+    assert [*zip(lines["sessions open"].x, lines["sessions open"].y, strict=True)] == [
+        (0.0, 1), (0.05, 2), (0.2, 1), (0.4, 2), (0.561, 1), (0.627, 0),
     ]  # fmt: skip
-    assert np.asarray(lines["sessions thinking"].get_ydata()).tolist() == [1, 0, 1, 0]
-    legend = rate.get_legend()
-    assert legend is not None and [entry.get_text() for entry in legend.get_texts()] == ["due", "finished"]
+    assert lines["sessions thinking"].y == [1, 0, 1, 0]
+    assert [series.name for series in rate.series] == ["due", "finished", "failed"]
 
 
 def test_a_report_is_the_same_from_its_directory(tmp_path: Path) -> None:

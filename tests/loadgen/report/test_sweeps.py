@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from loadgen import cli
-from loadgen.report import sweep_figures, sweeps
+from loadgen.report import sweeps
+from loadgen.report.pages import several, sweep
 from loadgen.report.repeats import Repeat
 from loadgen.report.sweeps import INTERACTIVITY, PlannedRun, SweepPlan, SweptPoint, Wait
 from loadgen.rundir import RunError
@@ -118,7 +118,7 @@ def test_what_is_finished(tmp_path: Path) -> None:
         path.unlink()
     assert sweeps.read(directory).runs[1].state == "waiting"
     assert "rate-4 did not come to its end" in sweeps.render(swept)
-    sweep_figures.draw(directory, swept, sweeps.samples(directory, swept))
+    several.write(directory / sweep.FILE, sweep.of(directory, swept))
     assert {path.name for path in directory.glob("*.png")} == set(sweeps.FIGURES)
 
 
@@ -168,19 +168,18 @@ def test_the_front_is_what_no_other_point_beats() -> None:
     assert sweeps.front([*points, nothing], sweeps.BY_TOKENS[0]) == ["a", "b", "d", "f"]
 
 
-def test_invalid_points_look_so_in_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_points_look_so_in_the_figure(tmp_path: Path) -> None:
     """One of a sweep's three, which would be on the front."""
-    swept = sweeps.read(swept_directory(tmp_path / "s"))
+    directory = swept_directory(tmp_path / "s")
+    swept = sweeps.read(directory)
     points = [msgspec.structs.replace(each, valid=each.value != "4") for each in swept.points]
     fronts = {name: sweeps.front(points, name) for name in sweeps.BY_TOKENS}
-    drawn: list[Figure] = []
-    monkeypatch.setattr(sweep_figures.figures, "write", lambda figure, path: drawn.append(figure))
-    sweep_figures.draw(tmp_path / "s", msgspec.structs.replace(swept, points=points, pareto=fronts), {})
-    for axis in drawn[1].axes:
-        of = {str(line.get_label()): line for line in axis.lines}
+    page = sweep.of(directory, msgspec.structs.replace(swept, points=points, pareto=fronts))
+    for chart in next(section.charts for section in page.sections if section.id == "pareto"):
+        of = {series.name: series for series in chart.series}
         ring = of["INVALID, not to be quoted"]
-        assert len(ring.get_xydata()) == 1 and ring.get_fillstyle() == "none"
-        assert len(of["no other point is better in both (Pareto)"].get_xydata()) == 2
+        assert len(ring.x) == 1 and ring.dashed
+        assert len(of["no other point is better in both (Pareto)"].x) == 2
 
 
 def test_a_load_that_the_server_fell_behind_is_on_no_front() -> None:

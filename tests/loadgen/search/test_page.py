@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.page import html
-from loadgen.page.content import Page
+from loadgen.document import html
+from loadgen.document.content import Document
+from loadgen.report.pages import several
 from loadgen.search import page as search_page
 from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, answer
@@ -44,7 +45,7 @@ def found(ended: Ended | None = None, **changes: Any) -> SearchResult:
     )
 
 
-def page_of(result: SearchResult, hrefs: dict[str, str] | None = None, origin: str = "") -> Page:
+def page_of(result: SearchResult, hrefs: dict[str, str] | None = None, origin: str = "") -> Document:
     return search_page.page(result, hrefs or {}, origin, ["loadgen", "search"])
 
 
@@ -95,7 +96,7 @@ def test_every_probe_leads_to_its_run(tmp_path: Path) -> None:
     for name in "135":
         (tmp_path / name).mkdir()
         (tmp_path / name / "report.html").touch()
-    search_page.write(tmp_path, found())
+    several.write(tmp_path / search_page.FILE, search_page.of(tmp_path, found()))
     text = (tmp_path / "search.html").read_text()
     assert [f'href="{name}/report.html"' in text for name in "12345"] == [True, False, True, False, True]
     page = page_of(found(), {"3": "3/report.html"})

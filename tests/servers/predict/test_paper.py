@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from loadgen.page.content import Chart
+from loadgen.document.content import Chart
 from servers.predict import paper, paper_page
 from servers.predict.paper import Fits, Order, Ratio, Result, Spread, StepTime, Value, Variant
 from servers.predict.paper_layout import Figure, Panel

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.page.content import Chart, Link, Page, Table
+from loadgen.document.content import Chart, Document, Link, Table
 from tests.training_probe.breakdown.test_run import NAIVE, traced
 from tests.training_probe.pages import blocks, charts_of, numbers_of
 from training_probe.breakdown import charts, report, tables
 from training_probe.breakdown.run import Breakdown
 
 
-def page_of(found: list[Breakdown], directory: Path) -> Page:
+def page_of(found: list[Breakdown], directory: Path) -> Document:
     return report.document(found, {"platform": "NVIDIA H200"}).page(directory)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.page.content import Page
+from loadgen.document.content import Document
 from tests.training_probe.pages import charts_of, numbers_of
 from training_probe.flops import peak_flops
 from training_probe.micro import report
@@ -21,7 +21,7 @@ def timed(point: Point, median_s: float) -> Measured:
     return measured(point, [median_s * factor for factor in (0.9, 0.9, 1.0, 1.1, 1.1)], 3)
 
 
-def written(kind: Kind, *results: Measured) -> tuple[Page, report.MicroReport]:
+def written(kind: Kind, *results: Measured) -> tuple[Document, report.MicroReport]:
     task = Task(device="cuda", points=[each.point for each in results], samples=5)
     manifest = MicroManifest(
         run_id="r", started_unix_s=1.0, version="0", kind=kind, device="cuda", device_name=H200, ranks=2, task=task,

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
-from loadgen.report.figures import legend_below, titled
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import cli
 from training_probe.protocol import TIMELINE_FILE, Timeline
-from training_probe.report import build, figures, layout, plots, tables, timelines
+from training_probe.report import build, charts, layout, tables, timelines
 from training_probe.report.document import ReportError
 from training_probe.results import CellResult, append, read
 
@@ -168,71 +163,9 @@ def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> Non
 def test_a_long_timeline_keeps_its_highest_and_lowest_sample() -> None:
     total = np.full(200_000, 5.0)
     total[123_457], total[99_999] = 9.0, 1.0
-    drawn = timelines.extremes(total, figures.MOST_SAMPLES)
-    assert len(drawn) <= 2 * figures.MOST_SAMPLES + 2
+    drawn = timelines.extremes(total, charts.MOST_SAMPLES)
+    assert len(drawn) <= 2 * charts.MOST_SAMPLES + 2
     assert {0, 123_457, 99_999, len(total) - 1} <= set(drawn.tolist())
-
-
-def test_bars_begin_at_0_have_their_numbers_and_rows_of_one_title_one_axis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[Figure] = []
-    save = figures.save
-    monkeypatch.setattr(figures, "save", lambda figure, stem: (kept.append(figure), save(figure, stem)))
-    values: dict[str, Any] = {"paper": [10.0, 7000.0, "OOM"], "ours $x$": [400.0, "crashed", None]}
-    panels = [
-        figures.Panel("7B $_", ["Z2", "Q", HOSTILE], values, ("device", 9000.0)),
-        figures.Panel("7B $_", ["Z3"], {"paper": [20.0]}),
-        figures.Panel("13B", ["Z3"], {"paper": [20.0]}),
-    ]
-    figures.bars(panels, HOSTILE, "tokens/s", tmp_path / "bars")
-    seen(tmp_path / "bars.svg")
-    first, second, third = kept[0].axes
-    assert first.get_ylim() == second.get_ylim() == (0, pytest.approx(9900))
-    assert third.get_ylim() == (0, pytest.approx(1.22 * 20))
-    assert [bar.get_y() for bar in first.patches] == [0] * 6
-    assert {"10.00", "7,000", "OOM", "400.0", "crashed"} <= {text.get_text() for text in first.texts}
-
-
-def test_title_and_legend_of_a_narrow_figure_are_within_it() -> None:
-    figure = titled(7.0, 4.1, "As Table IV of arXiv 2311.03687: Pre-training, the largest batch that fits " * 2)
-    axis = figure.subplots()
-    names = [f"{platform}, a name of some length" for platform in ("A800", "RTX4090", "RTX3090", "NVIDIA H200", "CPU")]
-    for place, name in enumerate(names):
-        axis.bar(place, 1.0, label=name)
-    legend_below(figure, axis, 6)
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == names
-    for part in (legend, figure._suptitle):  # type: ignore[attr-defined]
-        box = part.get_window_extent()
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
-
-
-def test_speed_never_stands_where_memory_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_panels: list[figures.Panel] = []
-    monkeypatch.setattr(figures, "bars", lambda panels, *_, **__: drawn_panels.extend(panels))
-    unknown = {"predicted_memory_gb": 9.0, "peak_memory_gb": None, "peak_reserved_gb": None}
-    plots.memory_figure(tmp_path, [result(said=unknown), result("Z2", outcome="timeout", said=unknown), result("Q")])
-    assert [dict(panel.values) for panel in drawn_panels] == [
-        {"predicted": [9.0, 9.0, None], "allocated": [None, "timeout", 31.5], "reserved": [None, None, 40.25]}
-    ]
-
-
-@given(st.lists(st.floats(1e-7, 1e7), min_size=1))
-def test_a_logarithmic_axis_has_numbers(values: list[float]) -> None:
-    ticks = figures.log_ticks(values)
-    assert ticks == sorted(ticks) and ticks[0] <= min(values) and ticks[-1] >= max(values)
-    assert 1 <= len(ticks) <= 16
-    if max(values) > min(values):
-        assert len(ticks) >= 2
-    assert ticks[0] > min(values) / 10.001 and ticks[-1] < max(values) * 10.001  # none further away than it must be
-
-
-def test_ticks_of_less_than_a_decade() -> None:
-    assert figures.log_ticks([3.9, 5.8]) == [2, 5, 10]
-    assert figures.log_ticks([0.5, 900]) == [0.1, 1, 10, 100, 1000]
 
 
 @pytest.mark.parametrize(

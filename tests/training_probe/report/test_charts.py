@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.page import html
-from loadgen.page.content import Chart, Code, Page, Series, Text
+from loadgen.document import html
+from loadgen.document.content import Chart, Code, Document, Series, Text
 from tests.training_probe.measured import HOSTILE, result
 from tests.training_probe.pages import blocks, charts_of, numbers_of
 from training_probe import paper
@@ -31,7 +31,7 @@ def sweep() -> list[CellResult]:
     ]
 
 
-def page_of(results: list[CellResult], directory: Path) -> Page:
+def page_of(results: list[CellResult], directory: Path) -> Document:
     return build.document(results, {"argv": ["sweep", "--model", "7b", "--out", "x"]}).page(directory)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadgen.page.content import Block, Link, Page, Series, Table
+from loadgen.document.content import Block, Document, Link, Series, Table
 
 
-def blocks_of(page: Page, section: str) -> list[Any]:
+def blocks_of(page: Document, section: str) -> list[Any]:
     return [block for each in page.sections if each.id == section for block in each.blocks]
 
 
-def every_block(page: Page) -> list[Block]:
+def every_block(page: Document) -> list[Block]:
     return [block for section in page.sections for block in section.blocks]
 
 
-def links(page: Page) -> dict[str, str]:
+def links(page: Document) -> dict[str, str]:
     """Of all tables: where each text leads."""
     tables = [block for block in every_block(page) if isinstance(block, Table)]
     cells = [cell for table in tables for row in table.rows for cell in row]

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from loadgen import cli
-from loadgen.page import html
-from loadgen.page.content import Page, Text
+from loadgen.document import html
+from loadgen.document.content import Document, Text
 from loadgen.report import compare, limits
 from loadgen.report.compare import BETTER, LIMITED, WORSE, Comparison
 from loadgen.report.contrast import SAME
@@ -22,7 +22,7 @@ from tests.loadgen.report.test_build import HOSTILE
 from tests.loadgen.report.test_repeats import many, run
 
 
-def page_of(compared: Comparison, *texts: str) -> Page:
+def page_of(compared: Comparison, *texts: str) -> Document:
     checks = compare.judged(compared, limits.parse(texts, LIMITED)) if texts else []
     sides = {"A": {}, "B": {}}
     return compare_page.page(compared, Compared(sides, {"A": "", "B": "emulated"}, {}, checks, ["loadgen", "compare"]))

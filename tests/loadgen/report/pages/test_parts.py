@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.page.content import Number
+from loadgen.document.content import Number
 from loadgen.report.contrast import SAME
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Distribution, Summary

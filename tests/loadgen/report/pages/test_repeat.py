@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.page import html
-from loadgen.page.content import Page
+from loadgen.document import html
+from loadgen.document.content import Document
 from loadgen.report import repeats
 from loadgen.report.pages import repeat, several
 from loadgen.report.repeats import Repeated
@@ -20,7 +20,7 @@ from tests.loadgen.report.test_build import HOSTILE
 from tests.loadgen.report.test_repeats import many, run
 
 
-def page_of(directory: Path, repeated: Repeated | None = None) -> Page:
+def page_of(directory: Path, repeated: Repeated | None = None) -> Document:
     repeated = repeated or repeats.read(directory)
     paths = [Path(each.directory) for each in repeated.runs]
     samples = {path.name: repeats.pooled([path]) for path in paths}
@@ -56,7 +56,7 @@ def test_every_run_leads_to_its_page(tmp_path: Path) -> None:
     assert links(page) == {"1": "1/report.html", "3": "3/report.html"}
     for series in points(drawn(page)["Requests"]):
         assert series.hrefs == ["1/report.html", "", "3/report.html"]
-    repeat.write(directory, repeats.read(directory))
+    several.write(directory / repeat.FILE, repeat.of(directory, repeats.read(directory)))
     assert 'href="3/report.html"' in (directory / "repeat.html").read_text()
 
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadgen.document import html
+from loadgen.document.content import Block, Chart, Code, Document, Items, Link, Number, Table, Text
 from loadgen.monitor.server_view import Header, ServerSample
-from loadgen.page import html
-from loadgen.page.content import Block, Chart, Code, Items, Link, Number, Page, Table, Text
 from loadgen.report import build, metrics
 from loadgen.report.metrics import CONVENTIONS, METRICS
 from loadgen.report.pages import charts, run, runs, series
@@ -59,16 +59,16 @@ def shown(directory: Path, rows: list[Record], made: Manifest | None = None, **c
     return build.shown_run(path, msgspec.structs.replace(built, **changes), table)
 
 
-def blocks(page: Page) -> Iterator[Block]:
+def blocks(page: Document) -> Iterator[Block]:
     for section in page.sections:
         yield from section.blocks
 
 
-def tables(page: Page) -> dict[str, Table]:
+def tables(page: Document) -> dict[str, Table]:
     return {block.caption: block for block in blocks(page) if isinstance(block, Table)}
 
 
-def drawn(page: Page) -> dict[str, Chart]:
+def drawn(page: Document) -> dict[str, Chart]:
     return {block.title: block for block in blocks(page) if isinstance(block, Chart)}
 
 

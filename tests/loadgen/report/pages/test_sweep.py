@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.page import html
-from loadgen.page.content import Link, Page
+from loadgen.document import html
+from loadgen.document.content import Document, Link
 from loadgen.report import build, sweeps
 from loadgen.report.pages import several
 from loadgen.report.pages import sweep as sweep_page
@@ -29,7 +29,7 @@ def reported(directory: Path) -> Path:
     return directory
 
 
-def page_of(directory: Path, swept: Swept | None = None) -> Page:
+def page_of(directory: Path, swept: Swept | None = None) -> Document:
     swept = swept or sweeps.read(directory)
     runs = [each.directory for each in swept.runs]
     hrefs = {each: several.href(directory / each, directory) for each in runs}
@@ -140,7 +140,7 @@ def test_names_stay_data(tmp_path: Path) -> None:
 def test_the_file(tmp_path: Path) -> None:
     directory = reported(swept_directory(tmp_path / "s"))
     swept = sweeps.read(directory)
-    sweep_page.write(directory, swept, sweeps.samples(directory, swept))
+    several.write(directory / sweep_page.FILE, sweep_page.of(directory, swept))
     text = (directory / "sweep.html").read_text()
     for name in ("rate-1", "rate-2", "rate-4"):
         assert f'href="{name}/report.html"' in text

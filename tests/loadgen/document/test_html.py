@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.untrusted import escaped
-from loadgen.page.content import (
+from loadgen.document.content import (
     Chart,
     Code,
+    Document,
     Items,
     Link,
     Listed,
     Mark,
     Number,
-    Page,
     Part,
     Section,
     Series,
@@ -32,7 +32,7 @@ from loadgen.page.content import (
     Table,
     Text,
 )
-from loadgen.page.html import DATA, render
+from loadgen.document.html import DATA, render
 
 MARKUP = [
     "</script><script>alert(1)</script>",
@@ -80,7 +80,9 @@ blocks = st.one_of(
     charts,
 )
 sections = st.builds(Section, id=texts, title=texts, blocks=st.lists(blocks, max_size=3))
-pages = st.builds(Page, title=texts, verdict=texts, sections=st.lists(sections, max_size=3), origin=texts, footer=texts)
+pages = st.builds(
+    Document, title=texts, verdict=texts, sections=st.lists(sections, max_size=3), origin=texts, footer=texts
+)
 
 
 class Parsed(HTMLParser):
@@ -119,7 +121,7 @@ class Parsed(HTMLParser):
 
 
 def of(*content: Any) -> Parsed:
-    return Parsed(render(Page(title="t", verdict="v", sections=[Section(id="s", title="s", blocks=content)])))
+    return Parsed(render(Document(title="t", verdict="v", sections=[Section(id="s", title="s", blocks=content)])))
 
 
 def replaced(value: Any) -> Any:
@@ -157,7 +159,7 @@ def strings(value: Any) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(pages)
-def test_strings_are_text_and_never_markup(page: Page) -> None:
+def test_strings_are_text_and_never_markup(page: Document) -> None:
     parsed, harmless = Parsed(render(page)), Parsed(render(replaced(page)))
     assert parsed.tags == harmless.tags
     assert [tag for tag, _ in parsed.raw] == ["style", "script", "script", "script"]
@@ -283,9 +285,9 @@ def test_a_reader_who_sees_no_picture_has_the_numbers() -> None:
 
 
 def test_an_empty_page_is_small() -> None:
-    assert len(render(Page(title="", verdict="", sections=[])).encode()) < 120_000
+    assert len(render(Document(title="", verdict="", sections=[])).encode()) < 120_000
 
 
 def test_an_item_without_a_head_is_its_text_alone() -> None:
-    text = render(Page(title="t", verdict="", sections=[Section("s", "S", [Items([Listed("", "a fact")])])]))
+    text = render(Document(title="t", verdict="", sections=[Section("s", "S", [Items([Listed("", "a fact")])])]))
     assert '<ul class="items"><li class="plain">a fact</li></ul>' in text

@@ -25,16 +25,16 @@ from urllib.parse import quote
 import msgspec
 
 from backends.untrusted import escaped
-from loadgen.page.content import (
+from loadgen.document.content import (
     Block,
     Cell,
     Chart,
     Code,
+    Document,
     Items,
     Link,
     Listed,
     Number,
-    Page,
     Part,
     Section,
     Series,
@@ -49,7 +49,7 @@ Shown = Sequence[tuple[Series, Sequence[tuple[float, float]]]]  # the curves of 
 IN_SCRIPT = {char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
-def render(page: Page) -> str:
+def render(page: Document) -> str:
     """The file's text."""
     style, *scripts = _inline()
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]

@@ -1,4 +1,5 @@
-"""What a page shows, as data: sections of text, tables, code and charts. `html` renders it.
+"""A result as people see it, as data: sections of text, tables, code and charts. `html` renders it as a page, `figure`
+draws its charts.
 
 Every string is data, never markup: rendering escapes all of it. None in a list of numbers is a gap in a line.
 """
@@ -14,8 +15,20 @@ Tone = Literal["plain", "good", "warning", "bad"]
 Numbers = Sequence[float | None]
 
 
+def number(value: float | None) -> str:
+    """At least three significant figures, counts whole; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    for decimals, least in ((1, 100), (2, 1)):
+        if abs(value) >= least:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a page, as the script of the page reads it."""
+    """A part of a document, as the script of the page reads it."""
 
 
 class Link(Part, frozen=True):
@@ -80,7 +93,7 @@ class Series(Part, frozen=True):
     holds its y until the next x. low, high: a band or whiskers around y. labels: what hover says of each point
     beside its numbers; names: what stands beside it. hrefs: where a click on each point leads, "" nowhere. group:
     series of one group are switched together; the legend shows it once ("" is the series alone). colour: number of a
-    colour of the palette."""
+    colour of the palette. A bar without a value has its label in its place in a figure."""
 
     name: str
     x: Numbers
@@ -147,11 +160,17 @@ Block = Text | Items | Code | Table | Chart
 
 
 class Section(Part, frozen=True):
-    """A part of the page under a heading; `id` is its anchor."""
+    """A part of the document under a heading; `id` is its anchor. figures: the files that its charts are drawn into
+    together, by their names; the suffix says how."""
 
     id: str
     title: str
     blocks: Sequence[Block]
+    figures: Sequence[str] = ()
+
+    @property
+    def charts(self) -> list[Chart]:
+        return [block for block in self.blocks if isinstance(block, Chart)]
 
 
 class Tile(Part, frozen=True):
@@ -162,10 +181,11 @@ class Tile(Part, frozen=True):
     href: str = ""
 
 
-class Page(Part, frozen=True):
-    """A whole page. verdict: one line under the title, coloured by `tone`; doubt: what it adds in the colour of a
-    warning. origin: "emulated", "predicted" or "" of all of it, told beside the title. tiles: the main numbers, under
-    the verdict. footer: one line at the end, such as what wrote the page."""
+class Document(Part, frozen=True):
+    """A result. verdict: one line under the title, coloured by `tone`; doubt: what it adds in the colour of a warning.
+    origin: "emulated", "predicted" or "" of all of it, told beside the title. stamp: what its figures say in red, since
+    they leave it without its pages, such as INVALID. tiles: the main numbers, under the verdict. footer: one line at
+    the end, such as what wrote the document."""
 
     title: str
     verdict: str
@@ -174,4 +194,10 @@ class Page(Part, frozen=True):
     origin: str = ""
     footer: str = ""
     doubt: str = ""
+    stamp: str = ""
     tiles: Sequence[Tile] = ()
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """The first file of each figure, and what it shows."""
+        return [(section.figures[0], section.title) for section in self.sections if section.figures and section.charts]

@@ -1,0 +1,1 @@
+"""A result as people see it: one model (`content`), and a renderer for each place where it is shown."""
