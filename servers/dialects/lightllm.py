@@ -60,7 +60,7 @@ class LightLLM:
                 settings, started_s, "lightllm", max_model_len=settings.max_model_len
             ),
         }
-        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
             "/generate_stream": lambda raw, _: self._generate(raw, True),
             "/": lambda raw, _: self._generate(raw, None),
@@ -75,7 +75,7 @@ class LightLLM:
         kind = _TYPES.get(status, "InternalServerError")
         return wire.json_page(status, wire.error_body(status, text, kind))
 
-    def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
+    def _generate(self, raw: bytes, streaming: bool | None) -> Sequence[Wire]:
         try:
             body = _decode_body(raw)
         except msgspec.ValidationError as error:
@@ -93,7 +93,7 @@ class LightLLM:
             raise Refusal(self.error(400, message))
         reply = LightLLMWire(body.stream if streaming is None else streaming, n_prompt, max_new_tokens)
         reply.segments = wire.segments(self._settings, body.inputs, 1)
-        return reply
+        return [reply]
 
 
 def _missing(raw: bytes) -> str:

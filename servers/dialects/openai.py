@@ -1,27 +1,34 @@
-"""The wire of vLLM 0.32 and of OpenAI-compatible servers: `/v1/completions` and `/v1/chat/completions`.
+"""The wire of vLLM 0.32 and of OpenAI-compatible servers: `/v1/completions`, `/v1/chat/completions` and, in
+responses.py, `/v1/responses`; vLLM's `/tokenize`.
 
 Frames are `data: {...}` with compact JSON, ended by `data: [DONE]`. `max_tokens` is silently cut to what the context
-leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number.
+leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number. A list
+of prompts, and `n`, ask for several sequences, each a choice of the reply.
 `return_token_ids` adds the ids of the prompt, once, and of each event's tokens.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import responses
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
+from servers.dialects.responses import Message, ResponseWire, decode_response
 from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
 from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
+
+T = TypeVar("T")
 
 _MESSAGES = {
     429: "Rate limit reached.",
@@ -46,41 +53,52 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     n: int | None = 1
+    temperature: float | None = None
 
 
-class CompletionBody(Body):
+class CompletionOptions(Body, kw_only=True):
+    logprobs: int | None = None
+    echo: bool | None = False
+
+
+class CompletionBody(CompletionOptions, kw_only=True):
     prompt: str | list[wire.TokenId]
 
 
-class PromptListBody(Body):
+class PromptListBody(CompletionOptions, kw_only=True):
     prompt: list[str | list[wire.TokenId]]
 
 
-class Part(msgspec.Struct):
-    text: str = ""
-
-
-class Message(msgspec.Struct):
-    content: str | list[Part] | None = None
+class TokenizeBody(msgspec.Struct):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    return_token_strs: bool | None = False
 
 
 class ChatBody(Body):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+
+    def texts(self) -> list[str]:
+        return [text for message in self.messages for text in message.texts()]
 
 
 _decode_completion = msgspec.json.Decoder(CompletionBody).decode
 BLOCK_TOKENS = 16  # of vLLM's prefix cache
+MOST_SEQUENCES = 1024  # of one request
+MOST_LOGPROBS = 20
 
 _decode_prompt_list = msgspec.json.Decoder(PromptListBody).decode
 _decode_chat = msgspec.json.Decoder(ChatBody).decode
+_decode_tokenize = msgspec.json.Decoder(TokenizeBody).decode
 
 
 class OpenAI:
     """The dialect. `owned_by` is how `/v1/models` names the server; None keeps the context length to itself."""
 
     metrics_content_type: str | None = "text/plain; version=0.0.4; charset=utf-8"
-    answers: Mapping[str, Callable[[bytes], Page]] = {}
     open_pages = False
 
     def __init__(self, name: str, settings: Settings) -> None:
@@ -97,10 +115,12 @@ class OpenAI:
             "/version": lambda: wire.json_page(200, {"version": VERSION}),
             "/v1/models": self._models,
         }
-        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {
             "/v1/completions": self._completion,
             "/v1/chat/completions": self._chat,
+            "/v1/responses": self._response,
         }
+        self.answers: Mapping[str, Callable[[bytes], Page]] = {"/tokenize": self._tokenize} if name == "vllm" else {}
         self.series: Sequence[Series] = series(settings.max_model_len)
         self.labels = labels_of(model_name=settings.model, engine="0")
 
@@ -118,54 +138,113 @@ class OpenAI:
         more = {"root": settings.model, "parent": None, "max_model_len": settings.max_model_len, "permission": ()}
         return wire.models_page(settings, self._started_s, "vllm", **more)
 
-    def _completion(self, raw: bytes, request_id: str) -> Wire:
+    def _completion(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         try:
-            body: Body = (decoded := _decode_completion(raw))
-            prompt = decoded.prompt
+            body: CompletionOptions = (one := _decode_completion(raw))
+            prompts = [one.prompt]
         except msgspec.ValidationError as error:
-            body, prompt = self._one_of_list(raw, error)
+            body, prompts = self._prompt_list(raw, error)
         except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
-        n_prompt = wire.count_tokens(prompt)
+        if body.echo:
+            raise Refusal(self.error(400, "the emulated server does not echo prompts.", "echo"))
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        n_output = self._admitted(body, n_prompt, max_tokens)
-        reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
-        if body.return_token_ids:
-            reply.prompt_ids = wire.prompt_ids(prompt)
-        reply.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
-        return reply
+        n_choices, shared = self._n_choices(body, len(prompts)), Shared()
+        replies = []
+        for index in range(len(prompts) * n_choices):
+            prompt = prompts[index // n_choices]
+            n_prompt = wire.count_tokens(prompt)
+            n_output = self._admitted(body, n_prompt, max_tokens)
+            reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+            reply.is_choice(index, shared, index % n_choices == 0)
+            reply.logprobs = self._n_logprobs(body.logprobs, "logprobs")
+            if body.return_token_ids:
+                reply.prompt_ids = wire.prompt_ids(prompt)
+            reply.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
+            replies.append(reply)
+        return replies
 
-    def _one_of_list(self, raw: bytes, error: msgspec.ValidationError) -> tuple[Body, str | list[int]]:
+    def _prompt_list(
+        self, raw: bytes, error: msgspec.ValidationError
+    ) -> tuple[CompletionOptions, list[str | list[int]]]:
         try:
             body = _decode_prompt_list(raw)
         except UNDECODABLE:
             raise Refusal(self.error(400, str(error))) from None
-        if len(body.prompt) != 1:
-            raise Refusal(self.error(400, "the emulated server takes one prompt a request.", "prompt"))
-        return body, body.prompt[0]
+        if not body.prompt:
+            raise Refusal(self.error(400, "The decoder prompt cannot be empty", "prompt"))
+        return body, body.prompt
 
-    def _chat(self, raw: bytes, request_id: str) -> Wire:
-        try:
-            body = _decode_chat(raw)
-        except msgspec.ValidationError as error:
-            raise Refusal(self.error(400, str(error))) from None
-        except UNDECODABLE as error:
-            raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
-        texts = []
-        for message in body.messages:
-            parts = message.content if isinstance(message.content, list) else [Part(message.content or "")]
-            texts += [part.text for part in parts]
+    def _chat(self, raw: bytes, request_id: str) -> Sequence[Wire]:
+        body = self._decoded(raw, _decode_chat)
+        texts = body.texts()
         n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
-        reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+        n_choices, shared = self._n_choices(body, 1), Shared()
         # as if the template stood in front: in the real one its tokens lie around every message
         text = " ".join(texts)
-        if body.return_token_ids:
-            reply.prompt_ids = [*range(1, wire.CHAT_TEMPLATE_TOKENS + 1), *wire.prompt_ids(text)]
-        reply.segments = wire.segments(self._settings, text, 1, wire.CHAT_TEMPLATE_TOKENS)
-        return reply
+        replies = []
+        for index in range(n_choices):
+            reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+            reply.is_choice(index, shared, index == 0)
+            if body.logprobs:
+                reply.logprobs = self._n_logprobs(body.top_logprobs or 0, "top_logprobs")
+            if body.return_token_ids:
+                reply.prompt_ids = [*range(1, wire.CHAT_TEMPLATE_TOKENS + 1), *wire.prompt_ids(text)]
+            reply.segments = wire.segments(self._settings, text, 1, wire.CHAT_TEMPLATE_TOKENS)
+            replies.append(reply)
+        return replies
+
+    def _response(self, raw: bytes, request_id: str) -> Sequence[Wire]:
+        body = self._decoded(raw, decode_response)
+        texts = body.texts()
+        n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
+        left = self._settings.max_model_len - n_prompt
+        asked = Body(model=body.model)
+        n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
+        reply = ResponseWire(body, n_prompt, n_output, self._settings.model, request_id)
+        reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
+        return [reply]
+
+    def _tokenize(self, raw: bytes) -> Page:
+        """Of a chat without the words of its template, which has none here."""
+        body = self._decoded(raw, _decode_tokenize)
+        if body.prompt is None and body.messages is None:
+            raise Refusal(self.error(400, "Object missing required field `prompt`"))
+        template = [*range(1, wire.CHAT_TEMPLATE_TOKENS + 1)] if body.messages is not None else []
+        text = body.prompt or " ".join(text for message in body.messages or () for text in message.texts())
+        ids = [*template, *wire.prompt_ids(text)]
+        words = ["" for _ in template] + re.findall(r"\s?\S+", text)
+        said = {"count": len(ids), "max_model_len": self._settings.max_model_len, "tokens": ids}
+        return wire.json_page(200, said | {"token_strs": words if body.return_token_strs else None})
+
+    def _decoded(self, raw: bytes, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(raw)
+        except msgspec.ValidationError as error:
+            raise Refusal(self.error(400, str(error))) from None
+        except UNDECODABLE as error:
+            raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
+
+    def _n_choices(self, body: Body, n_prompts: int) -> int:
+        """Of each prompt. Raises Refusal."""
+        n = 1 if body.n is None else body.n
+        if n < 1:
+            raise Refusal(self.error(400, f"n must be at least 1, got {n}.", "n"))
+        if n > 1 and body.temperature == 0:
+            raise Refusal(self.error(400, f"n must be 1 when using greedy sampling, got {n}.", "n"))
+        if n * n_prompts > MOST_SEQUENCES:
+            message = f"the emulated server makes at most {MOST_SEQUENCES} sequences a request, not {n * n_prompts}."
+            raise Refusal(self.error(400, message, "n"))
+        return n
+
+    def _n_logprobs(self, asked: int | None, name: str) -> int | None:
+        if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+            message = f"{name} must be from 0 to {MOST_LOGPROBS}, got {asked}."
+            raise Refusal(self.error(400, message, name))
+        return asked
 
     def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
         """How many tokens will be generated. Raises Refusal where vLLM refuses."""
@@ -187,18 +266,17 @@ class OpenAI:
         if max_tokens > limit:
             message = f"max_tokens={max_tokens} is greater than max_model_len={limit}."
             raise Refusal(self.error(400, message, "max_tokens"))
-        if body.n not in (None, 1):
-            raise Refusal(self.error(400, "the emulated server makes one choice a request.", "n"))
         return min(max_tokens, limit - n_prompt)
 
 
 Ids = list[int] | None
+Logprobs = dict[str, Any] | None
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str
-    logprobs: None = None
+    logprobs: Logprobs = None
     finish_reason: Finish | None
     stop_reason: None = None
     prompt_token_ids: Ids = None
@@ -217,7 +295,7 @@ class Delta(msgspec.Struct, kw_only=True):
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     delta: Delta
-    logprobs: None = None
+    logprobs: Logprobs = None
     finish_reason: Finish | None
     stop_reason: UnsetType | None = UNSET
     token_ids: UnsetType | Ids = None
@@ -234,7 +312,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 class WholeChatChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: Logprobs = None
     finish_reason: Finish
     stop_reason: None = None
     token_ids: Ids = None
@@ -288,7 +366,34 @@ class Shape:
     whole_object: str
     choice: Callable[[str, Finish | None, Ids], CompletionChoice | ChatChoice]
     whole_choice: Callable[[str, Finish, Ids], WholeCompletionChoice | WholeChatChoice]
+    logprobs: Callable[[range, int], dict[str, Any]]  # of the tokens of these numbers, with so many candidates each
     opening_choice: ChatChoice | None = None  # an event of its own, written together with the first token's
+
+
+def _candidates(count: int, n: int) -> list[tuple[str, float]]:
+    """What the `count`-th output token could have been, the likeliest first."""
+    return [(wire.word(count + k), wire.LOGPROB - k) for k in range(min(n, wire.N_WORDS))]
+
+
+def _completion_logprobs(counts: range, n: int) -> dict[str, Any]:
+    return {
+        "text_offset": [len(wire.output_text(count - 1)) for count in counts],
+        "token_logprobs": [wire.LOGPROB for _ in counts],
+        "tokens": [wire.word(count) for count in counts],
+        "top_logprobs": [dict(_candidates(count, max(n, 1))) for count in counts],
+    }
+
+
+def _chat_logprobs(counts: range, n: int) -> dict[str, Any]:
+    def said(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+    return {
+        "content": [
+            said(wire.word(count), wire.LOGPROB) | {"top_logprobs": [said(*each) for each in _candidates(count, n)]}
+            for count in counts
+        ]
+    }
 
 
 COMPLETION = Shape(
@@ -297,6 +402,7 @@ COMPLETION = Shape(
     "text_completion",
     lambda text, finish, ids: CompletionChoice(text=text, finish_reason=finish, token_ids=ids),
     lambda text, finish, ids: WholeCompletionChoice(text=text, finish_reason=finish, token_ids=ids),
+    _completion_logprobs,
 )
 CHAT = Shape(
     "chatcmpl-",
@@ -308,12 +414,24 @@ CHAT = Shape(
     lambda text, finish, ids: WholeChatChoice(
         message=AssistantMessage(content=text), finish_reason=finish, token_ids=ids
     ),
+    _chat_logprobs,
     opening_choice=ChatChoice(delta=Delta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
 )
 
 
+@dataclass
+class Shared:
+    """What the sequences of one request say together, as far as they have ended."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    choices: list[WholeCompletionChoice | WholeChatChoice] = field(default_factory=list)
+
+
 class OpenAIWire(Wire):
-    """One reply of either route. The frame of a plain token is made once and only its text changes."""
+    """One choice of a reply of either route. The frame of a plain token is made once and only its text changes.
+    logprobs: how many candidates are named beside each token; None: nothing is said of probabilities."""
 
     done = b"data: [DONE]\n\n"
 
@@ -329,45 +447,74 @@ class OpenAIWire(Wire):
         self._created_s = int(time.time())
         self._model = model
         self.prompt_ids: Ids = None  # with them those of the output are sent too
-        self._prefix, _, self._suffix = self._chunk([shape.choice("@", None, None)]).rpartition(b'"@"')
+        self.logprobs: int | None = None
+
+    def is_choice(self, index: int, shared: Shared, counts_prompt: bool) -> None:
+        """counts_prompt: the choices of one prompt count it once."""
+        self._index, self._shared, self._counts_prompt = index, shared, counts_prompt
+        self._prefix, _, self._suffix = self._chunk([self._choice("@")]).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:
-        if self._usage_always or self.prompt_ids is not None:
+        if self._usage_always or self.prompt_ids is not None or self.logprobs is not None:
             return self.event(count, 1, None)
         return self._prefix + wire.WORDS_JSON[count % wire.N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        choice = self._shape.choice(wire.span(count, n_tokens), finish, self._ids(count, n_tokens))
+        choice = self._choice(wire.span(count, n_tokens), finish, self._ids(count, n_tokens))
+        choice.logprobs = self._logprobs_of(count, n_tokens)
         opening = b""
         if count == n_tokens:
             if self._shape.opening_choice:
                 usage = self._usage(0) if self._usage_always else UNSET
-                opening = self._chunk([self._shape.opening_choice], usage, opens_chat=True)
+                first = msgspec.structs.replace(self._shape.opening_choice, index=self._index)
+                opening = self._chunk([first], usage, opens_chat=True)
             elif isinstance(choice, CompletionChoice):
                 choice.prompt_token_ids = self.prompt_ids
         return opening + self._chunk([choice], self._usage(count) if self._usage_always else UNSET)
 
+    def ends(self, count: int, finish: Finish) -> None:
+        shared = self._shared
+        shared.output_tokens += count
+        if self._counts_prompt:
+            shared.prompt_tokens += self.prompt_tokens
+            shared.cached_tokens += self.cached_tokens
+        if self.streaming:
+            return
+        choice = self._shape.whole_choice(wire.output_text(count), finish, self._ids(count, count))
+        choice.index, choice.logprobs = self._index, self._logprobs_of(count, count)
+        if isinstance(choice, WholeCompletionChoice):
+            choice.prompt_token_ids = self.prompt_ids
+        shared.choices.append(choice)
+
     def tail(self, count: int, done: bool = True) -> bytes:
-        usage = self._chunk([], self._usage(count), FINGERPRINT) if self._usage_last else b""
+        usage = self._chunk([], self._usage_of_all(), FINGERPRINT) if self._usage_last else b""
         return usage + (self.done if done else b"")
 
     def failure(self) -> bytes:
         return b"data: " + wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500])) + b"\n\n" + self.done
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        usage = self._usage(count)
+        usage = self._usage_of_all()
         if usage.prompt_tokens_details is UNSET:
             usage.prompt_tokens_details = None
-        choice = self._shape.whole_choice(wire.output_text(count), finish, self._ids(count, count))
         reply = WholeReply(
             id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
-            choices=[choice], usage=usage,
+            choices=sorted(self._shared.choices, key=lambda choice: choice.index), usage=usage,
         )  # fmt: skip
-        if isinstance(choice, WholeCompletionChoice):
-            choice.prompt_token_ids = self.prompt_ids
-        else:
+        if self._shape.opening_choice:
             reply.prompt_token_ids = self.prompt_ids
         return wire.json_page(200, reply)
+
+    def _choice(self, text: str, finish: Finish | None = None, ids: Ids = None) -> CompletionChoice | ChatChoice:
+        choice = self._shape.choice(text, finish, ids)
+        choice.index = self._index
+        return choice
+
+    def _logprobs_of(self, count: int, n_tokens: int) -> Logprobs:
+        """Of the `n_tokens` output tokens that end with the `count`-th, where they were asked for."""
+        if self.logprobs is None:
+            return None
+        return self._shape.logprobs(range(count - n_tokens + 1, count + 1), self.logprobs)
 
     def _ids(self, count: int, n_tokens: int) -> Ids:
         """Of the `n_tokens` output tokens that end with the `count`-th, where they were asked for."""
@@ -390,12 +537,19 @@ class OpenAIWire(Wire):
         return b"data: " + wire.encode_json(chunk) + b"\n\n"
 
     def _usage(self, count: int) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            total_tokens=self.prompt_tokens + count,
-            completion_tokens=count,
-            prompt_tokens_details=CachedTokens(self.cached_tokens) if self.cached_tokens else UNSET,
-        )
+        return _usage(self.prompt_tokens, count, self.cached_tokens)
+
+    def _usage_of_all(self) -> Usage:
+        return _usage(self._shared.prompt_tokens, self._shared.output_tokens, self._shared.cached_tokens)
+
+
+def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        completion_tokens=output_tokens,
+        prompt_tokens_details=CachedTokens(cached_tokens) if cached_tokens else UNSET,
+    )
 
 
 def _one_two_five(limit: int) -> list[float]:

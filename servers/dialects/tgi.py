@@ -27,7 +27,7 @@ from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 VERSION = "3.3.7"
 BOS_TOKENS = 1
 MOST_BODY_BYTES = 2_000_000
-MOST_BEST_OF, MOST_STOPS = 2, 4
+MOST_BEST_OF, MOST_STOPS, MOST_PROMPTS = 2, 4, 4
 
 _EVENT_STREAM = "text/event-stream"
 _FINISH = {"length": "length", "stop": "eos_token"}
@@ -109,6 +109,8 @@ class Message(msgspec.Struct):
 class ChatBody(OpenAIBody, kw_only=True):
     messages: list[Message]
     max_completion_tokens: U32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: U32 | None = None
 
 
 class Inputs(msgspec.Struct):
@@ -134,7 +136,7 @@ class TGI:
             "/info": self._info,
             "/v1/models": lambda: wire.models_page(settings, 0, settings.model),
         }
-        self.generations: Mapping[str, Callable[[bytes, str], Wire]] = {
+        self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {
             "/generate": lambda raw, _: self._generate(raw, False),
             "/generate_stream": lambda raw, _: self._generate(raw, True),
             "/": lambda raw, _: self._generate(raw, None),
@@ -157,12 +159,13 @@ class TGI:
         limits = {
             "max_concurrent_requests": self._settings.max_requests,
             "max_best_of": MOST_BEST_OF, "max_stop_sequences": MOST_STOPS, "max_input_tokens": limit - 1,
-            "max_total_tokens": limit, "validation_workers": 2, "max_client_batch_size": 4,
+            "max_total_tokens": limit, "validation_workers": 2,
+            "max_client_batch_size": MOST_PROMPTS,
         }  # fmt: skip
         router = {"router": "text-generation-router", "version": VERSION, "sha": None, "docker_label": wire.MARK}
         return wire.json_page(200, info | limits | router)
 
-    def _generate(self, raw: bytes, streaming: bool | None) -> Wire:
+    def _generate(self, raw: bytes, streaming: bool | None) -> Sequence[Wire]:
         """streaming: None on the routes that take either way, which answer a list and repeat the prompt."""
         body = _read(raw, Body)
         parameters, either = body.parameters, streaming is None
@@ -172,18 +175,25 @@ class TGI:
         reply = TGIWire(parameters, streaming, n_prompt, n_output)
         reply.in_list = either
         reply.repeats = body.inputs if (either if (full := parameters.return_full_text) is None else full) else ""
-        return self._for(reply, body.inputs)
+        return [self._for(reply, body.inputs, len(body.inputs))]
 
-    def _completion(self, raw: bytes) -> Wire:
+    def _completion(self, raw: bytes) -> Sequence[Wire]:
         body = _read(raw, CompletionBody)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if len(prompts) != 1:
-            raise Refusal(self.error(422, "Input validation error: the emulated server takes one prompt a request"))
-        n_prompt = wire.count_tokens(prompts[0]) + BOS_TOKENS
-        n_output = self._admitted(prompts[0], n_prompt, body.parameters(), body.stream, openai=True)
-        return self._for(CompletionWire(body, n_prompt, n_output, self._settings.model), prompts[0])
+        if not prompts:
+            raise Refusal(self.error(422, "Input validation error: `inputs` cannot be empty"))
+        if len(prompts) > MOST_PROMPTS:
+            message = f"Number of prompts exceeds the maximum allowed batch size of {MOST_PROMPTS}"
+            raise Refusal(self.error(422, f"Input validation error: {message}"))
+        replies, ended = [], Ended()
+        for index, prompt in enumerate(prompts):
+            n_prompt = wire.count_tokens(prompt) + BOS_TOKENS
+            n_output = self._admitted(prompt, n_prompt, body.parameters(), body.stream, openai=True)
+            reply = CompletionWire(body, n_prompt, n_output, self._settings.model, (index, ended))
+            replies.append(self._for(reply, prompt, sum(map(len, prompts))))
+        return replies
 
-    def _chat(self, raw: bytes) -> Wire:
+    def _chat(self, raw: bytes) -> Sequence[Wire]:
         body = _read(raw, ChatBody)
         if body.max_tokens is None:
             body.max_tokens = body.max_completion_tokens
@@ -195,10 +205,11 @@ class TGI:
         n_prompt = wire.count_tokens(text) + wire.CHAT_TEMPLATE_TOKENS
         # the template is never empty
         n_output = self._admitted(text or "template", n_prompt, body.parameters(), body.stream, openai=True)
-        return self._for(ChatWire(body, n_prompt, n_output, self._settings.model), text)
+        return [self._for(ChatWire(body, n_prompt, n_output, self._settings.model), text, len(text))]
 
-    def _for(self, reply: TGIReply, inputs: str) -> Wire:
-        reply.computed = (("x-compute-type", "emulated"), ("x-compute-characters", str(len(inputs))))
+    def _for(self, reply: TGIReply, inputs: str, n_characters: int) -> Wire:
+        """n_characters: of all prompts of the request."""
+        reply.computed = (("x-compute-type", "emulated"), ("x-compute-characters", str(n_characters)))
         reply.headers = (("cache-control", "no-cache"), *reply.computed, ("x-accel-buffering", "no"))
         reply.segments = wire.segments(self._settings, inputs, 1, BOS_TOKENS)
         return reply
@@ -422,21 +433,42 @@ class OpenAIReply(TGIReply):
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": count, "total_tokens": total}
 
 
-class CompletionWire(OpenAIReply):
-    """Its usage comes with the last text, asked for or not."""
+class Ended(msgspec.Struct):
+    """The sequences of a request that have ended."""
 
-    def __init__(self, body: CompletionBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    choices: list[dict[str, Any]] = []
+
+
+class CompletionWire(OpenAIReply):
+    """The reply to one prompt. Its usage comes with the last text, asked for or not. place: its number among the
+    prompts, and what they share."""
+
+    def __init__(
+        self, body: CompletionBody, prompt_tokens: int, output_tokens: int, model: str, place: tuple[int, Ended]
+    ) -> None:
+        self._index, self._ended = place
         super().__init__("text_completion", body, prompt_tokens, output_tokens, model)
 
+    def ends(self, count: int, finish: Finish) -> None:
+        ended = self._ended
+        ended.prompt_tokens += self.prompt_tokens
+        ended.output_tokens += count
+        choice = {"index": self._index, "text": wire.output_text(count), "logprobs": None, "finish_reason": finish}
+        ended.choices.append(choice)
+
     def _chunk(self, text: str, finish: Finish | None, count: int) -> bytes:
-        choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish or ""}]
+        choices = [{"index": self._index, "text": text, "logprobs": None, "finish_reason": finish or ""}]
         if finish is None:
             return _frame(wire.encode_json({**self._begin, "choices": choices, **self._said}))
         return _frame(wire.encode_json({**self._begin, **self._said, "choices": choices, "usage": self._usage(count)}))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        choices = [{"index": 0, "text": wire.output_text(count), "logprobs": None, "finish_reason": finish}]
-        said = {**self._begin, **self._said, "choices": choices, "usage": self._usage(count)}
+        n_prompt, n_output = self._ended.prompt_tokens, self._ended.output_tokens
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_output, "total_tokens": n_prompt + n_output}
+        choices = sorted(self._ended.choices, key=lambda choice: int(choice["index"]))
+        said = {**self._begin, **self._said, "choices": choices, "usage": usage}
         return self._whole_page(said, count, seconds)
 
 
@@ -444,7 +476,11 @@ class ChatWire(OpenAIReply):
     """Its usage comes behind the last text, where it was asked for."""
 
     def __init__(self, body: ChatBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
+        self._candidates = (body.top_logprobs or 0) if body.logprobs else None
         super().__init__("chat.completion.chunk", body, prompt_tokens, output_tokens, model)
+
+    def token(self, count: int) -> bytes:
+        return super().token(count) if self._candidates is None else self.event(count, 1, None)
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = {**self._begin, **self._said, "choices": [], "usage": self._usage(count)}
@@ -452,14 +488,23 @@ class ChatWire(OpenAIReply):
 
     def _chunk(self, text: str, finish: Finish | None, count: int) -> bytes:
         delta = {"role": "assistant", "content": text}
-        choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+        logprobs = self._logprobs(text.split(" ")[1:]) if text else None
+        choices = [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]
         return _frame(wire.encode_json({**self._begin, **self._said, "choices": choices, "usage": None}))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         message = {"role": "assistant", "content": wire.output_text(count)}
-        choices = [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}]
+        logprobs = self._logprobs(message["content"].split(" ")[1:])
+        choices = [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}]
         said = {**self._begin, "object": "chat.completion", **self._said, "choices": choices}
         return self._whole_page({**said, "usage": self._usage(count)}, count, seconds)
+
+    def _logprobs(self, words: list[str]) -> dict[str, Any] | None:
+        """Of these output tokens, where they were asked for."""
+        if self._candidates is None:
+            return None
+        said = [{"token": f" {each}", "logprob": wire.LOGPROB} for each in words]
+        return {"content": [each | {"top_logprobs": [each] * self._candidates} for each in said]}
 
 
 _PLAIN = (

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from time import monotonic_ns
 
-from servers.serve.http import LAST_CHUNK, Connection, Owner, chunk
+from servers.serve.http import Connection, Owner
 from servers.serve.wire import Headers
 
 KINDS = {
@@ -82,7 +82,7 @@ class KeptConnection(Connection):
             self._let_go()
 
     def end_stream(self, last: bytes, behind: bytes = b"") -> None:
-        self._kept += chunk(last) + LAST_CHUNK + behind
+        self._kept += self.stream_end(last) + behind
         self._streaming = False
         self._let_go()
         self._finish()

@@ -41,7 +41,7 @@ class Request(msgspec.Struct, frozen=True):
     body: bytes
     received_ns: int
     keep_alive: bool
-    http_1_0: bool
+    http_1_0: bool  # a stream ends with the connection, and so does everything else
 
 
 class Owner(Protocol):
@@ -71,6 +71,7 @@ class Connection:
         self.sock = sock
         self.open = True
         self.received_ns = 0
+        self.chunked = True  # how the stream under way is framed
         self.on_close: Callable[[], None] | None = None
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
@@ -174,7 +175,7 @@ class Connection:
                 headers=self._headers,
                 body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
                 received_ns=self._read_ns,
-                keep_alive=self._parser.should_keep_alive(),
+                keep_alive=self._parser.should_keep_alive() and self._parser.get_http_version() != "1.0",
                 http_1_0=self._parser.get_http_version() == "1.0",
             )
         )
@@ -183,6 +184,7 @@ class Connection:
     def _answer_next(self) -> None:
         while self._waiting and self._current is None and self.open and not self._closing:
             self._current = self._waiting.popleft()
+            self.chunked = not self._current.http_1_0
             self.received_ns = max(self._current.received_ns, self._free_ns)
             self._server.handle(self, self._current)
 
@@ -208,17 +210,26 @@ class Connection:
         self.send(self._head(page) + page.body[: len(page.body) // 2])
 
     def begin_stream(self, content_type: str, headers: Headers = ()) -> None:
-        """Starts a chunked answer; chunks go through `send`."""
+        """Starts an answer in pieces; each goes through `framed` and `send`."""
         self.send(self.stream_head(content_type, headers))
 
     def stream_head(self, content_type: str, headers: Headers = ()) -> bytes:
         lines = "".join(f"{name}: {value}\r\n" for name, value in (("Content-Type", content_type), *headers)).encode()
         keep = b"" if self._keep_alive() else b"Connection: close\r\n"
-        return b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + lines + b"Transfer-Encoding: chunked\r\n" + keep + b"\r\n"
+        coding = b"Transfer-Encoding: chunked\r\n" if self.chunked else b""
+        return b"HTTP/1.1 200 OK\r\n" + SERVER_HEADER + lines + coding + keep + b"\r\n"
+
+    def framed(self, data: bytes) -> bytes:
+        """A piece of a stream, as the client's version of HTTP has it."""
+        return chunk(data) if self.chunked else data
+
+    def stream_end(self, last: bytes) -> bytes:
+        """`last`, if any, as one more piece, and the end of a stream."""
+        return self.framed(last) + (LAST_CHUNK if self.chunked else b"")
 
     def end_stream(self, last: bytes, behind: bytes = b"") -> None:
-        """Sends `last`, if any, as one more chunk and ends the stream; `behind` goes out in the same write."""
-        self.send(chunk(last) + LAST_CHUNK + behind)
+        """Sends `last`, if any, and ends the stream; `behind` goes out in the same write."""
+        self.send(self.stream_end(last) + behind)
         self._finish()
 
     def send(self, data: bytes) -> None:

@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from servers.serve.faults import FIRST, MIDWAY, Fault
-from servers.serve.http import LAST_CHUNK, Connection, chunk
+from servers.serve.http import Connection
 from servers.serve.telemetry import Telemetry
 from servers.serve.wire import Dialect, Finish, Page, Wire
 
@@ -35,7 +35,8 @@ class Reply:
     """Times are monotonic nanoseconds; `first_ns` and `last_ns` are stamps of tokens, 0 before the first.
 
     `stamps` holds one time for each event that carried tokens, taken right before it was handed to the kernel; a reply
-    that is not streamed has one for the whole.
+    that is not streamed has one for the whole. `together`: where a request asks for several sequences, those of its
+    replies that are still under way, this one too; they share the connection, and the last to end ends it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Reply:
         self.count = 0
         self.first_ns = self.last_ns = 0
         self.stamps = array("q")
+        self.together: list[Reply] = []
         self._server = server
         self.connection = connection
         self._wire = wire
@@ -59,6 +61,8 @@ class Reply:
         self._send = connection.send
         self._observe_itl = server.telemetry.itl.observe
         self._streaming = wire.streaming
+        # plain tokens are those of HTTP/1.1 alone
+        self._none_plain = self._kind in ("merge", "coalesce") or (wire.streaming and not connection.chunked)
         self._special = 1  # the next token that is not a plain one
         self._held_tokens = 0  # due, and waiting for the event that will carry them
         self._held_events: list[bytes] = []
@@ -94,7 +98,11 @@ class Reply:
 
     def abandon(self) -> None:
         """The client has left."""
-        self._server.ended(self, None, "client left")
+        self._break_off("client left")
+
+    def _break_off(self, failure: str) -> None:
+        for reply in [*self.together] or [self]:
+            self._server.ended(reply, None, failure)
 
     def _change_facts(self) -> None:
         wire = self._wire
@@ -110,13 +118,13 @@ class Reply:
         if count == self._midway and self._strike():
             return
         last = count == self.n_tokens
-        self._special = count + 1 if self._kind in ("merge", "coalesce") else self._next_special(count)
+        self._special = count + 1 if self._none_plain else self._next_special(count)
         self._held_tokens += 1
         if self._kind == "merge" and self._held_tokens < 2 and not last:
             return
         if self._streaming:
             event = self._wire.event(count, self._held_tokens, self._finish if last else None)
-            self._held_events.append(chunk(event))
+            self._held_events.append(self.connection.framed(event))
         self._held_tokens = 0
         if self._kind == "coalesce" and len(self._held_events) < COALESCED_EVENTS and not last and self._streaming:
             return
@@ -147,6 +155,9 @@ class Reply:
             return
         self._server.ended(self, self._finish, "")
         connection, wire = self.connection, self._wire
+        wire.ends(self.count, self._finish)
+        if self.together:
+            return
         if self._streaming:
             tail = wire.tail(self.count, done=self._kind != "no_done")
             if self._kind == "late_token":
@@ -168,7 +179,8 @@ class Reply:
         if self._kind != "unasked_reply":
             return b""
         reply = self._wire.event(self.count, self.count, self._finish) + tail
-        return self.connection.stream_head(self._wire.content_type, self._wire.headers) + chunk(reply) + LAST_CHUNK
+        head = self.connection.stream_head(self._wire.content_type, self._wire.headers)
+        return head + self.connection.stream_end(reply)
 
     def _strike(self) -> bool:
         """Breaks the reply midway. False where it goes on after that."""
@@ -176,9 +188,9 @@ class Reply:
         connection, kind = self.connection, self._kind
         if kind == "garbage" and self._streaming:
             self.count += 1
-            connection.send(chunk(GARBAGE))
+            connection.send(connection.framed(GARBAGE))
             return False
-        self._server.ended(self, None, kind)
+        self._break_off(kind)
         if kind == "reset":
             connection.reset()
         elif kind == "done_only" and self._streaming:

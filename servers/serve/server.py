@@ -63,6 +63,7 @@ class Server:
         self._stamps = stamps
         self._authorization = None if api_key is None else b"Bearer " + api_key.encode()
         self._requests = 0
+        self._more_sequences = 0  # than requests
         self._late = Lateness()
         self._stopping = False
         self._woken_ns = 0
@@ -115,7 +116,10 @@ class Server:
     def ended(self, reply: Reply, finish: Finish | None, failure: str) -> None:
         """A reply is over, complete for the reason `finish` or broken off by `failure`."""
         self._timing.cancel(reply)
-        reply.connection.on_close = None
+        if reply in reply.together:
+            reply.together.remove(reply)
+        if not reply.together:
+            reply.connection.on_close = None
         self.telemetry.ended(reply, finish, failure)
         if self._stamps is not None:
             self._stamps.add(reply)
@@ -188,28 +192,33 @@ class Server:
             return
         request_id = request.headers.get(b"x-request-id", b"").decode("latin-1")
         try:
-            wire = self.dialect.generations[request.path](
+            wires = self.dialect.generations[request.path](
                 request.body, request_id or f"{self._ids.getrandbits(128):032x}"
             )
         except Refusal as refusal:
             self.telemetry.failed["validation"] += 1
             connection.respond(refusal.page)
             return
-        if wire.streaming and request.http_1_0:
-            self.telemetry.failed["validation"] += 1
-            connection.respond(self.dialect.error(505, "a stream needs HTTP/1.1."))
-            return
-        reply = Reply(self, connection, wire, self._requests, request_id, fault)
+        number = self._requests + self._more_sequences
+        self._more_sequences += len(wires) - 1
+        replies = [Reply(self, connection, wire, number + k, request_id, fault) for k, wire in enumerate(wires)]
+        first = wires[0]
         try:
-            self._timing.submit(reply)
+            for reply in replies:
+                self._timing.submit(reply)
         except Rejected as rejected:
+            for reply in replies:
+                self._timing.cancel(reply)
             self.telemetry.failed["overloaded" if rejected.status == 429 else "validation"] += 1
-            connection.respond(wire.refused(self.dialect.error(rejected.status, str(rejected))))
+            connection.respond(first.refused(self.dialect.error(rejected.status, str(rejected))))
             return
-        connection.on_close = reply.abandon
-        self.telemetry.running.add(reply)
-        if wire.streaming:
-            connection.begin_stream(wire.content_type, wire.headers)
+        if len(replies) > 1:
+            for reply in replies:
+                reply.together = replies
+        connection.on_close = replies[0].abandon
+        self.telemetry.running.update(replies)
+        if first.streaming:
+            connection.begin_stream(first.content_type, first.headers)
 
     def _fail_at_once(self, connection: Connection, fault: Fault) -> None:
         if fault.kind == "refuse":

@@ -25,6 +25,7 @@ WORDS: tuple[str, ...] = (
     " input/output", " naïve", " gradient", " attention",
 )  # fmt: skip
 N_WORDS = len(WORDS)
+LOGPROB = -0.6  # of every one
 FIRST_ID = 1000  # of the tokens' ids, for servers that send them
 OTHER_WORDS = 30_000  # ids for all other words
 UNREFUSED = 1 << 20  # requests at once
@@ -72,7 +73,7 @@ def nothing_compared(reply_tokens: int) -> Segments:
 
 
 class Wire(ABC):
-    """One accepted request, and its reply as the server writes it.
+    """One accepted request, or one sequence of a request for several, and its reply as the server writes it.
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
     reports. The three may be changed before the first call below. Tokens are counted from 1. `headers`: of a stream.
@@ -99,8 +100,12 @@ class Wire(ABC):
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         """The event that brings the output to `count` tokens by `n_tokens` more; `finish` on the last."""
 
+    def ends(self, count: int, finish: Finish) -> None:  # noqa: B027
+        """All tokens are there: what the last sequence of the request must say of this one is kept."""
+
     def tail(self, count: int, done: bool = True) -> bytes:
-        """What follows the last token: usage, `[DONE]` (left out unless `done`), or nothing."""
+        """What follows the last token of the request's last sequence: usage, `[DONE]` (left out unless `done`), or
+        nothing."""
         return b""
 
     @abstractmethod
@@ -113,7 +118,8 @@ class Wire(ABC):
 
     @abstractmethod
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        """The reply in one piece, for a request that did not ask for a stream; it took `seconds`."""
+        """The reply in one piece, for a request that did not ask for a stream; it took `seconds`. Asked of the
+        request's last sequence."""
 
 
 class Token(msgspec.Struct):
@@ -121,19 +127,19 @@ class Token(msgspec.Struct):
 
     id: int
     text: str
-    logprob: float = -0.6
+    logprob: float = LOGPROB
     special: bool = False
 
 
 class Dialect(Protocol):
     """One kind of server. `pages`: the whole replies to GET, by path; `generations`: by path, what reads the body of a
-    POST (and the request's id) or raises Refusal; `answers`: by path, what answers a POST at once, or raises Refusal.
-    `open_pages`: they need no API key."""
+    POST (and the request's id) and gives the sequences asked for, or raises Refusal; `answers`: by path, what answers a
+    POST at once, or raises Refusal. `open_pages`: they need no API key."""
 
     name: str
     media_type_error: Page | None  # the reply to a body that is not declared as JSON; None: it is read all the same
     pages: Mapping[str, Callable[[], Page]]
-    generations: Mapping[str, Callable[[bytes, str], Wire]]
+    generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]]
     answers: Mapping[str, Callable[[bytes], Page]]
     open_pages: bool
     series: Sequence[Series]

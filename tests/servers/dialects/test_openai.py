@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.servers.reader import Answer, running
+from tests.servers.reader import Answer, http_request, running
+from tests.support.waiting import until
 
 STREAM = {"stream": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -166,8 +168,13 @@ def test_default_lengths(tmp_path: Path) -> None:
         (b"{", 400, "BadRequestError", None, "JSON decode error"),
         ({"max_tokens": 3}, 400, "BadRequestError", None, "required field `prompt`"),
         ({"prompt": 7}, 400, "BadRequestError", None, "$.prompt"),
-        ({"prompt": ["a", "b"]}, 400, "BadRequestError", "prompt", "one prompt"),
-        ({"prompt": "a", "n": 2}, 400, "BadRequestError", "n", "one choice"),
+        ({"prompt": []}, 400, "BadRequestError", "prompt", "cannot be empty"),
+        ({"prompt": ["a", ""]}, 400, "BadRequestError", "prompt", "cannot be empty"),
+        ({"prompt": "a", "n": 0}, 400, "BadRequestError", "n", "n must be at least 1, got 0."),
+        ({"prompt": "a", "n": 2, "temperature": 0}, 400, "BadRequestError", "n", "greedy"),
+        ({"prompt": ["a"] * 600, "n": 2}, 400, "BadRequestError", "n", "1024 sequences"),
+        ({"prompt": "a", "logprobs": 21}, 400, "BadRequestError", "logprobs", "from 0 to 20"),
+        ({"prompt": "a", "echo": True}, 400, "BadRequestError", "echo", "does not echo"),
         ({"prompt": ""}, 400, "BadRequestError", "prompt", "cannot be empty"),
         ({"prompt": "a", "max_tokens": 0}, 400, "BadRequestError", "max_tokens", "must be at least 1, got 0"),
         ({"prompt": "a", "max_tokens": 101}, 400, "BadRequestError", "max_tokens", "max_model_len=100"),
@@ -212,3 +219,116 @@ def test_request_id_and_model_need_no_care(tmp_path: Path) -> None:
     assert {event["id"] for event in answer.data} == {'cmpl-"@"\\x'}
     assert [event["choices"][0]["text"] for event in answer.data] == [" the", " of", " and", " to"]
     assert json.loads(answer.events[1][6:])["object"] == "text_completion"
+
+
+def test_prompts_in_a_list_and_n_are_choices_of_one_reply(tmp_path: Path) -> None:
+    """Prompt by prompt, as OpenAI numbers them; the choices of one prompt count it once."""
+    body = {"prompt": ["a b", [7, 8, 9]], "max_tokens": 3, "n": 2}
+    whole = ask(tmp_path, COMPLETIONS, body).json
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [
+        (index, " the of and") for index in range(4)
+    ]
+    usage = {"prompt_tokens": 2 + 3, "completion_tokens": 4 * 3, "total_tokens": 17}
+    assert usage.items() <= whole["usage"].items()
+    stream = ask(tmp_path, COMPLETIONS, body | USAGE)
+    texts, ends = ["", "", "", ""], []
+    for event in stream.data[:-1]:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        ends += [choice["index"]] if choice["finish_reason"] == "length" else []
+    assert (texts, sorted(ends)) == ([" the of and"] * 4, [0, 1, 2, 3])
+    assert usage.items() <= stream.data[-1]["usage"].items()
+    assert stream.events.count(b"data: [DONE]\n\n") == 1
+
+
+def test_choices_of_a_chat_each_open_with_the_role(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "n": 3}
+    stream = ask(tmp_path, CHAT, body | STREAM).data
+    opened = [event["choices"][0]["index"] for event in stream if "role" in event["choices"][0]["delta"]]
+    assert opened == [0, 1, 2]
+    whole = ask(tmp_path, CHAT, body).json
+    assert [choice["message"]["content"] for choice in whole["choices"]] == [" the of"] * 3
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (6, 6)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_reply_of_several_sequences_breaks_as_one(tmp_path: Path, streaming: bool) -> None:
+    with running(tmp_path, "vllm", "stream_error:1") as server:
+        answer = server.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 4, "stream": streaming})
+        assert b"EngineCore encountered an issue" in answer.body
+        metrics = server.metrics()
+    assert sum(value for name, value in metrics.items() if 'finished_reason="abort"' in name) == 2
+    assert metrics['vllm:num_requests_running{model_name="m",engine="0"}'] == 0
+
+
+def test_a_client_of_several_sequences_that_leaves_ends_them_all(tmp_path: Path) -> None:
+    with running(tmp_path, "vllm", itl_ms=50) as server:
+        request = http_request(COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 1000} | STREAM)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+            sock.sendall(request)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            running_now = 'vllm:num_requests_running{model_name="m",engine="0"}'
+            assert server.metrics()[running_now] == 3
+        until(lambda: server.metrics()[running_now] == 0)
+
+
+def test_log_probabilities_of_completions(tmp_path: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "logprobs": 2}
+    whole = ask(tmp_path, COMPLETIONS, body).json["choices"][0]["logprobs"]
+    assert whole["tokens"] == [" the", " of", " and"] and whole["text_offset"] == [0, 4, 7]
+    assert whole["token_logprobs"] == [-0.6] * 3 and whole["top_logprobs"][0] == {" the": -0.6, " of": -1.6}
+    events = [event["choices"][0]["logprobs"] for event in ask(tmp_path, COMPLETIONS, body | STREAM).data]
+    assert {name: sum((event[name] for event in events), []) for name in whole} == whole
+
+
+def test_log_probabilities_of_a_chat(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    whole = ask(tmp_path, CHAT, body).json["choices"][0]["logprobs"]["content"]
+    the = {"token": " the", "logprob": -0.6, "bytes": [32, 116, 104, 101]}
+    assert whole[0] == the | {"top_logprobs": [the]} and len(whole) == 2
+    _, *events = ask(tmp_path, CHAT, body | STREAM).data
+    assert [event["choices"][0]["logprobs"]["content"][0] for event in events] == whole
+
+
+def test_tokens_of_a_text_and_of_a_chat(tmp_path: Path) -> None:
+    said = ask(tmp_path, "/tokenize", {"prompt": "of all the", "return_token_strs": True}).json
+    assert (said["count"], said["max_model_len"], said["token_strs"]) == (3, 100, ["of", " all", " the"])
+    assert (said["tokens"][0], said["tokens"][2]) == (1002, 1001)
+    chat = ask(tmp_path, "/tokenize", {"messages": [{"role": "user", "content": "of all the"}]}).json
+    assert (chat["count"], chat["tokens"][5:], chat["token_strs"]) == (8, said["tokens"], None)
+    assert ask(tmp_path, "/tokenize", {}).status == 400
+    assert ask(tmp_path, "/tokenize", {"prompt": "a"}, "openai").status == 404
+
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_a_response_whole_and_streamed(tmp_path: Path, dialect: str) -> None:
+    said = [{"role": "user", "content": [{"type": "input_text", "text": "a b"}]}]
+    body = {"input": said, "instructions": "c", "max_output_tokens": 3, "model": "m"}
+    whole = ask(tmp_path, RESPONSES, body, dialect).json
+    assert (whole["object"], whole["status"]) == ("response", "incomplete")
+    assert whole["output"][0]["content"][0]["text"] == " the of and"
+    assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (5 + 3, 3)
+    stream = ask(tmp_path, RESPONSES, body | STREAM, dialect)
+    frames = [frame.decode().partition("\ndata: ") for frame in stream.events]
+    events = [json.loads(data) for _, _, data in frames]
+    assert [name for name, _, _ in frames] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 3,
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert "".join(event["delta"] for event in events if "delta" in event) == " the of and"
+    last, differing = events[-1]["response"], {"id", "created_at", "output"}
+    assert {name: last[name] for name in last.keys() - differing} == {
+        name: whole[name] for name in whole.keys() - differing
+    }
+
+
+def test_a_response_is_refused_as_a_chat_is(tmp_path: Path) -> None:
+    assert ask(tmp_path, RESPONSES, {"model": "m"}).status == 400
+    assert ask(tmp_path, RESPONSES, {"input": "a", "model": "other"}).status == 404
+    assert ask(tmp_path, RESPONSES, {"input": "a " * 100}).json["error"]["param"] == "input_tokens"

@@ -107,8 +107,8 @@ def test_a_key_is_for_replies_and_tokens_alone(tmp_path: Path) -> None:
         assert server.post("/tokenize", {"inputs": "a"}, Authorization="Bearer k").status == 200
 
 
-# What stands for one sequence cannot be several, and what has no model cannot lose it.
-NOT_EMULATED = ("two prompts", "logprobs", "shard", "overloaded", "key asked for", "chat_tokenize")
+# What has no model cannot lose it.
+NOT_EMULATED = ("shard", "overloaded", "key asked for", "chat_tokenize")
 REAL = [each for each in tgi() if not any(words in each.case for words in NOT_EMULATED)]
 
 
@@ -214,3 +214,16 @@ def test_what_the_server_says_of_itself(tmp_path: Path) -> None:
         assert server.ask("GET", "/health").status == 200
         info = server.ask("GET", "/info").json
         assert (info["model_id"], info["max_total_tokens"], info["max_input_tokens"]) == ("m", 123, 122)
+
+
+def test_prompts_in_a_list_are_choices_of_one_reply(tmp_path: Path) -> None:
+    body = {"prompt": ["a", "b c"], "max_tokens": 2}
+    whole = ask(tmp_path, "/v1/completions", body).json
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [(0, " the of"), (1, " the of")]
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    stream = ask(tmp_path, "/v1/completions", body | {"stream": True})
+    assert sorted(event["choices"][0]["index"] for event in stream.data) == [0, 0, 1, 1]
+    assert stream.events.count(b"data: [DONE]\n\n") == 1
+    for prompts, message in ([], "cannot be empty"), (["a"] * 5, "maximum allowed batch size of 4"):
+        refused = ask(tmp_path, "/v1/completions", {"prompt": prompts})
+        assert refused.status == 422 and message in refused.json["error"]

@@ -168,11 +168,25 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.post("/v1/completions", COMPLETION).status == 200
 
 
-def test_http_1_0_gets_whole_answers_but_no_stream(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+@pytest.mark.parametrize("wire", ["clean", "lumps:5", "whole"])
+@pytest.mark.parametrize("asked", ["Connection: close", "Connection: keep-alive"])
+def test_a_stream_of_http_1_0_ends_with_the_connection(tmp_path: Path, wire: str, asked: str) -> None:
+    """As nginx asks by default."""
+    with running(tmp_path, wire=wire) as server:
         assert b"200 OK" in server.raw(b"GET /health HTTP/1.0\r\n\r\n")
-        old = http_request("/v1/completions", COMPLETION).replace(b"HTTP/1.1", b"HTTP/1.0")
-        assert server.raw(old).startswith(b"HTTP/1.1 505 ")
+        new = http_request("/v1/completions", COMPLETION | {"max_tokens": 20}, asked)
+        head, _, body = server.raw(new.replace(b"HTTP/1.1", b"HTTP/1.0")).partition(b"\r\n\r\n")
+        stream = server.post("/v1/completions", COMPLETION | {"max_tokens": 20}).body
+    assert head.startswith(b"HTTP/1.1 200 ") and b"Connection: close" in head and b"chunked" not in head
+    assert body.count(b"data: ") == stream.count(b"data: ") and body.endswith(b"data: [DONE]\n\n")
+    times = stamps(server.stamps_path)
+    assert {len(sent) for _, sent in times.values()} == {20}
+
+
+def test_a_fault_strikes_a_stream_of_http_1_0(tmp_path: Path) -> None:
+    with running(tmp_path, "vllm", "truncate:1") as server:
+        old = http_request("/v1/completions", COMPLETION | {"max_tokens": 8}).replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert server.raw(old).count(b"data: ") == 4
 
 
 def test_expect_100_continue(tmp_path: Path) -> None:
