@@ -15,9 +15,13 @@
 # make test-prometheus  dashboards and rules asked of a real Prometheus (unpacks Debian's package when none is there)
 # make test-cluster  a real Ray cluster of three network namespaces (Linux, root; installs Ray into .venv-cluster: 0.8 GB)
 # make test-browser  pages in a real Chromium (installs Debian's where there is none, and unpacks axe-core into build/)
+# make test-clients  other people's clients ask the embedded server, also through nginx and LiteLLM (installs them into
+#                  .venv-clients: 0.8 GB)
+# make test-peers  vllm bench serve, aiperf and guidellm measure the embedded server (installs them into .venv-peers: 6 GB)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes, SECONDS=60 of CPU for each reader
 #                  -> tests/fuzz/results.jsonl, where parts add up
 # make audit       known vulnerabilities (pip-audit) and licences of what llm-dissect stands on
+# make docs        the site of the documents -> build/site, every link checked (installs mkdocs into .venv-docs)
 # make bench       what clients cost, ours beside others' (installs them into .venv-peers) -> docs/lab/client_overhead.md;
 #                  what a trace costs beside fixed lengths -> docs/lab/trace_overhead.md
 # make figures     the pictures of the documents, drawn again from results/ (some minutes; pages of runs in a Chromium)
@@ -38,9 +42,9 @@ COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose 
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 SAMPLED := $(if $(SAMPLE),--sample $(SAMPLE))
-SLOW := test-faults test-runs test-llamacpp test-train test-docker test-prometheus test-browser test-cluster test-vllm test-vllm-docker
+SLOW := test-faults test-runs test-llamacpp test-train test-docker test-prometheus test-browser test-cluster test-clients test-vllm test-vllm-docker test-peers
 
-.PHONY: demo demo-real test lint unit smoke test-python test-bounds gate test-all test-faults test-runs test-llamacpp test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser fuzz audit bench figures dist lock compose up down clean
+.PHONY: demo demo-real test lint unit smoke test-python test-bounds gate test-all test-faults test-runs test-llamacpp test-train test-vllm test-docker test-vllm-docker test-prometheus test-cluster test-browser test-clients test-peers fuzz audit docs bench figures dist lock compose up down clean
 
 demo: $(VENV)/installed
 	$(BIN)/loadgen run --out $(DEMO)
@@ -65,7 +69,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser and not llamacpp' --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not processes and not prometheus and not cluster and not browser and not llamacpp and not clients and not peers' --numprocesses auto --dist loadfile
 
 gate:
 	.ci/run
@@ -114,12 +118,23 @@ test-browser: $(VENV)/installed-dev
 	tests/browser/install.sh
 	$(BIN)/python -m pytest -m browser $(SAMPLED) tests/browser
 
+test-clients: $(VENV)/installed-dev
+	PYTHON="$(PYTHON)" tests/clients/install.sh
+	$(BIN)/python -m pytest -m clients tests/clients
+
+test-peers: $(VENV)/installed-dev
+	PYTHON="$(PYTHON)" benchmarks/peers.sh
+	$(BIN)/python -m pytest -m peers $(SAMPLED) tests/clients
+
 fuzz: $(VENV)/installed-dev
 	$(PIP) install atheris==3.0.0
 	$(BIN)/python -m tests.fuzz.run $(SECONDS)
 
 audit: $(VENV)/installed-dev
 	PYTHON="$(PYTHON)" .ci/audit
+
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 bench: $(VENV)/installed-dev
 	benchmarks/peers.sh
@@ -178,6 +193,11 @@ $(VENV)/installed-dev: pyproject.toml requirements-dev.txt | $(BIN)/python
 	$(PIP) install --require-hashes --requirement requirements-dev.txt || $(INSTALL_FAILED)
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	touch $@ $(VENV)/installed
+
+.venv-docs/installed: .ci/site/requirements.txt
+	"$(PYTHON)" -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

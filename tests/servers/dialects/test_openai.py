@@ -278,7 +278,7 @@ def test_log_probabilities_of_completions(tmp_path: Path) -> None:
     assert whole["tokens"] == [" the", " of", " and"] and whole["text_offset"] == [0, 4, 7]
     assert whole["token_logprobs"] == [-0.6] * 3 and whole["top_logprobs"][0] == {" the": -0.6, " of": -1.6}
     events = [event["choices"][0]["logprobs"] for event in ask(tmp_path, COMPLETIONS, body | STREAM).data]
-    assert {name: sum((event[name] for event in events), []) for name in whole} == whole
+    assert {name: [one for event in events for one in event[name]] for name in whole} == whole
 
 
 def test_log_probabilities_of_a_chat(tmp_path: Path) -> None:
