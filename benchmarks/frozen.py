@@ -1,7 +1,7 @@
-"""Runs on a real vLLM whose predictions were committed before: what was predicted, and how far off it was.
+"""Runs on real servers whose predictions were committed before: what was predicted, and how far off it was.
 
     python benchmarks/frozen.py predict DIR     # before the runs; commit what it wrote (kept.py packs it)
-    python benchmarks/frozen.py measure DIR     # beside a GPU and an installed vLLM
+    python benchmarks/frozen.py measure DIR     # beside a GPU and an installed vLLM or SGLang
     python benchmarks/frozen.py compare DIR     # the errors, as a table; `kept.py unpack frozen DIR` has those so far
 
 Every load is one that nobody here had sent to a real server before. The models have the shape of those of their name
@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 MAX_MODEL_LEN, MAX_RUNNING = 8192, 1024
-MEMORY_RATIO = 0.92  # vLLM 0.25's own default
+MEMORY_RATIOS = {"vllm": 0.92, "sglang": 0.9}  # vLLM 0.25's own default; of SGLang as loadgen starts it
 MIXED = "--input-tokens lognormal:400:0.8:16:4000 --output-tokens lognormal:150:0.7:8:800 --arrival poisson:12"
 LENGTHS = "--input-tokens lognormal:350:0.9:16:3500 --output-tokens lognormal:140:0.7:8:700"
 MIXTURE = {
@@ -91,6 +91,22 @@ QWEN3_32B = {
     "closed32_mixed": "--input-tokens uniform:256:1024 --output-tokens uniform:64:192 --concurrency 32 --requests 160",
     "burst": "--input-tokens 512 --output-tokens 128 --requests 200",
 }
+BESIDE = {  # what two kinds of servers play on one host
+    "burst1000": "--input-tokens 512 --output-tokens 256 --requests 1000",
+    "lognormal_poisson12": f"{LENGTHS} --arrival poisson:12 --requests 160",
+    "lognormal_poisson20": f"{LENGTHS} --arrival poisson:20 --requests 260",
+    "gamma10_cv2": "--input-tokens 600 --output-tokens 140 --arrival gamma:10:2 --requests 130",
+    "closed8_short": "--input-tokens uniform:64:512 --output-tokens 96 --concurrency 8 --requests 96",
+    "closed24_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 24 --requests 200",
+    "closed96_mixed": "--input-tokens uniform:128:1024 --output-tokens uniform:64:192 --concurrency 96 --requests 400",
+    "prompts3000_poisson3": "--input-tokens 3000 --output-tokens 100 --arrival poisson:3 --requests 40",
+}
+BESIDE_CACHING = {
+    "hot8": "--prefix 8:1408 --input-tokens 1664 --output-tokens 110 --arrival poisson:10 --requests 160",
+    "groups200": "--prefix 200:960 --input-tokens 1248 --output-tokens 100 --arrival poisson:11 --requests 180",
+    "sessions": "--sessions 50 --turns uniform:2:5 --think-time 0.5 --input-tokens 280 --output-tokens 90 "
+    "--arrival poisson:4",
+}
 SETTLING = f"{MIXED} --requests 60 --seed 77"
 # with steps as long as steps may be, and of many rows
 SETTLED = (SETTLING, "--input-tokens 512 --output-tokens 16 --requests 300 --seed 78")
@@ -101,7 +117,7 @@ class Group:
     """Loads that one server plays. options: of the server; loads: the options of `loadgen run`, each with its name;
     gpu: the one that it is predicted for, and measured on; tp: how many of them share the model. settling: loads that
     are played before, unmeasured: kernels compile at their first use. fitted: loads that are measured then, before the
-    others, for a profile of this very server; nobody predicts them."""
+    others, for a profile of this very server; nobody predicts them. server: its kind."""
 
     options: str
     loads: dict[str, str]
@@ -110,6 +126,15 @@ class Group:
     tp: int = 1
     settling: tuple[str, ...] = (SETTLING,)
     fitted: dict[str, str] = field(default_factory=dict)
+    server: str = "vllm"
+
+    @property
+    def memory_ratio(self) -> float:
+        return MEMORY_RATIOS[self.server]
+
+    @property
+    def caching(self) -> bool:
+        return "--prefix-caching on" in self.options
 
 
 def seeded_from(seed: int, loads: dict[str, str], name: str) -> dict[str, str]:
@@ -414,10 +439,18 @@ GROUPS = {
         "sessions_b": "--sessions 50 --turns uniform:2:5 --think-time 0.5 --input-tokens 280 --output-tokens 90 "
         "--arrival poisson:4 --seed 633",
     }, settling=SETTLED),
+    # The fifteenth: SGLang, and vLLM on the same host with the same loads.
+    "sglang": Group("", seeded_from(701, BESIDE, "sglang_{}"), settling=SETTLED, server="sglang"),
+    "sglang_caching": Group("--prefix-caching on", seeded_from(721, BESIDE_CACHING, "sglang_{}"), settling=SETTLED,
+                            server="sglang"),
+    "beside_sglang": Group("", seeded_from(701, BESIDE, "beside_sglang_{}"), settling=SETTLED),
+    "beside_sglang_caching": Group("--prefix-caching on", seeded_from(721, BESIDE_CACHING, "beside_sglang_{}"),
+                                   settling=SETTLED),
     # What the profile of the H100's host is fitted to in the tenth.
     "h100_host_2": Group("", seeded_from(441, HOST, "h100_host_2_{}"), gpu="h100"),
 }  # fmt: skip
 FP8 = ("--quantization fp8", "--kv-cache-dtype fp8")  # options that the server has too
+KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300", "SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
 METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
@@ -460,17 +493,18 @@ def predict(out: Path, groups: list[str], scratch: Path, profile: Path | None) -
         model = model_in(scratch, group.model)
         for name, load in group.loads.items():
             loadgen(
-                "predict", "--backend", "vllm", "--model", str(model), "--gpu", group.gpu, "--gpus", str(group.tp),
-                "--tp", str(group.tp), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-running",
-                str(MAX_RUNNING), "--memory-ratio", str(MEMORY_RATIO), *group.options.split(),
-                *seeded(load), *fitted, "--out", os.path.relpath(out / name, ROOT),
+                "predict", "--backend", group.server, "--model", str(model), "--gpu", group.gpu,
+                "--gpus", str(group.tp), "--tp", str(group.tp), "--dtype", "bfloat16",
+                "--max-model-len", str(MAX_MODEL_LEN), "--max-running", str(MAX_RUNNING),
+                "--memory-ratio", str(group.memory_ratio), *group.options.split(), *seeded(load), *fitted,
+                "--out", os.path.relpath(out / name, ROOT),
             )  # fmt: skip
 
 
 @contextlib.contextmanager
 def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
     """A server; its URL."""
-    caching = "--enable-prefix-caching" if "--prefix-caching on" in group.options else "--no-enable-prefix-caching"
+    caching = "--enable-prefix-caching" if group.caching else "--no-enable-prefix-caching"
     arguments = [
         "--model", str(model), "--served-model-name", model.name, "--load-format", "dummy",
         "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING), caching,
@@ -483,16 +517,30 @@ def vllm(model: Path, group: Group, log: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator[str]:
+def sglang(model: Path, group: Group, log: Path) -> Iterator[str]:
+    """Without what a host that reaches no registry may lack: grammars, FlashInfer's sampling."""
+    arguments = [
+        "--model-path", str(model), "--served-model-name", model.name, "--load-format", "dummy",
+        "--dtype", "bfloat16", "--context-length", str(MAX_MODEL_LEN), "--max-running-requests", str(MAX_RUNNING),
+        "--mem-fraction-static", str(group.memory_ratio), "--tp-size", str(group.tp), "--enable-metrics",
+        "--enable-cache-report", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+        "--sampling-defaults", "openai", "--random-seed", "1", *([] if group.caching else ["--disable-radix-cache"]),
+    ]  # fmt: skip
+    with serving("sglang.launch_server", arguments, log, "SGLANG_PATH", "/server_info") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(module: str, arguments: list[str], log: Path, path: str, ready: str = "/health") -> Iterator[str]:
     """A server that is ready; its URL. path: the variable with the server's own PYTHONPATH, where the server is not on
-    the path of every program."""
+    the path of every program. ready: its route that answers then."""
     paths = os.environ.get(path, "")
     url = "http://127.0.0.1:8766"
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}{ready}", timeout=2):
         raise RuntimeError(f"another server answers at {url}; end it first")
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", "8766"],
-        env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"},
+        env=os.environ | ({"PYTHONPATH": paths} if paths else {}) | KEEP_ALIVE,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         process_group=0,
@@ -501,7 +549,7 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
         while True:
             if process.poll() is not None:
                 raise RuntimeError(f"{module} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}{ready}", timeout=2):
                 break
             time.sleep(0.5)
         yield url
@@ -513,22 +561,25 @@ def serving(module: str, arguments: list[str], log: Path, path: str) -> Iterator
             os.killpg(process.pid, signal.SIGKILL)
 
 
+SERVERS = {"vllm": vllm, "sglang": sglang}
+
+
 def check_loadgen() -> None:
     """Raises where loadgen cannot be run here: before a server has started, which takes minutes."""
     import backends
 
     import_module("loadgen.cli")
-    backends.get("vllm")
+    backends.get("sglang")
 
 
 def measure(out: Path, groups: list[str], scratch: Path) -> None:
     check_loadgen()
     for group, of in ((name, GROUPS[name]) for name in groups):
         model = model_in(scratch, of.model)
-        target = ["run", "--backend", "vllm", "--no-calibrate", "--vocab-size", str(vocabulary(of.model)), "--url"]
+        target = ["run", "--backend", of.server, "--no-calibrate", "--vocab-size", str(vocabulary(of.model)), "--url"]
         began = time.monotonic()
         try:
-            with vllm(model, of, out / f"{group}.log") as url:
+            with SERVERS[of.server](model, of, out / f"{group}.log") as url:
                 print(f"{group}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 for number, load in enumerate(of.settling):  # prompts that no load has
                     unmeasured = str(scratch / f"settling-{group}-{number}")

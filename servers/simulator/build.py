@@ -24,15 +24,16 @@ from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
+from servers.schedulers.sglang import Sglang
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV0, VllmV1, WindowedVllmV1
-from servers.simulator import hardware
+from servers.simulator import graphs, hardware
 from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd, Steady
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
 from servers.simulator.hardware import HardwareError
-from servers.simulator.reserve import ASSUMED_BYTES, reserved_bytes
+from servers.simulator.reserve import ASSUMED_BYTES, SGLANG_BYTES, reserved_bytes
 
 GIB = 1 << 30
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
@@ -135,7 +136,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""
-        cost = self.cost.with_overheads(profile.overheads_over(self.facts.topology))
+        cost = self.cost.with_overheads(_overheads(self.setup, self.settings, self.tp, self.facts.topology, profile))
         return msgspec.structs.replace(self, profile=profile, cost=cost)
 
     def degraded(self, kv_share: float, slow_rank: float) -> Emulated:
@@ -186,6 +187,32 @@ def _v1_budget_tokens(gpu: Gpu) -> int:
     if gpu.memory_bytes >= 160 * GIB:
         return 16384
     return 8192 if gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower() else 2048
+
+
+def _is_newer(scheduler: str) -> bool:
+    return scheduler == "sglang@0.5.23"
+
+
+def _sglang(setup: Setup, gpu: Gpu) -> dict[str, int]:
+    newer = _is_newer(setup.scheduler)
+    return {
+        "chunked_prefill_size": graphs.chunk_tokens(gpu.memory_bytes, newer),
+        "max_running_requests": setup.max_running,
+        "context_length": setup.max_model_len,
+        "whole_replies": newer,
+    }
+
+
+def _overheads(setup: Setup, settings: dict[str, Any], tp: int, topology: str, profile: Profile) -> Overheads:
+    own = profile.overheads_over(topology)
+    if not setup.scheduler.startswith("sglang@"):
+        return own
+    memory_bytes, newer = hardware.find(setup.gpu).memory_bytes, _is_newer(setup.scheduler)
+    return msgspec.structs.replace(
+        own,
+        decode_graphs=graphs.decode_graphs(memory_bytes, tp, setup.max_running, newer),
+        prefill_graphs=graphs.prefill_graphs(settings["chunked_prefill_size"]),
+    )
 
 
 def _first_vllm(setup: Setup, _: Gpu) -> dict[str, int]:
@@ -243,6 +270,12 @@ _SCHEDULERS = {
         "batch_max_tokens",
         CachingLightLLMNow,
     ),
+    "sglang@0.5.11": _Kind(
+        Sglang, Sglang.Settings, _sglang, "chunked_prefill_size", functools.partial(Sglang, caching=True)
+    ),
+    "sglang@0.5.23": _Kind(
+        Sglang, Sglang.Settings, _sglang, "chunked_prefill_size", functools.partial(Sglang, caching=True)
+    ),
     "lightllm@2310": _Kind(
         LightLLM2310,
         LightLLM2310.Settings,
@@ -271,8 +304,9 @@ def read_profile(path: Path, scheduler: str) -> Profile:
     profile = read_json(path, Profile, EmulationError, "is no hardware profile", advice)
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():
-            if not 0 <= value < math.inf:
-                raise EmulationError(f"{path}: {name} is {value:g}; it must be a number of at least 0.")
+            for each in value if isinstance(value, tuple) else (value,):
+                if not 0 <= each < math.inf:
+                    raise EmulationError(f"{path}: {name} is {each:g}; it must be a number of at least 0.")
     if profile.scheduler != scheduler:
         fitted = escaped(profile.scheduler[:60])
         raise EmulationError(
@@ -311,7 +345,12 @@ def emulate(setup: Setup) -> Emulated:
         tp=tp,
         kv_tokens=kv_tokens,
         cost=StepCost(
-            routed(setup.model, setup.expert_imbalance), gpu, tp, link, precision, profile.overheads_over(topology)
+            routed(setup.model, setup.expert_imbalance),
+            gpu,
+            tp,
+            link,
+            precision,
+            _overheads(setup, settings, tp, topology, profile),
         ),
         profile=profile,
         settings=settings,
@@ -350,7 +389,8 @@ def _settings(setup: Setup, gpu: Gpu) -> dict[str, Any]:
 
 def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, Any]) -> Reserve:
     if setup.scheduler != "vllm@v1":
-        return lambda precision, tp: ASSUMED_BYTES
+        reserve_bytes = SGLANG_BYTES if setup.scheduler.startswith("sglang@") else ASSUMED_BYTES
+        return lambda precision, tp: reserve_bytes
     tokens, rows = settings["budget_tokens"], settings["max_running"]
 
     def of_vllm(precision: Precision, tp: int) -> int:

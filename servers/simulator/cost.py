@@ -189,7 +189,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     is not known. launch_layer: for each layer, where a step has prefills
     and its parts are CUDA graphs; launch_eager_layer: where it has more than graph_tokens tokens and every kernel is
     launched by itself; launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up
-    to a graph's size."""
+    to a graph's size. decode_graphs and prefill_graphs: those sizes, ascending, of a server that has other ones than
+    vLLM's, for steps of decodes and for steps with prefills; graph_tokens says nothing then."""
 
     step_us: float = 0.0
     row_us: float = 0.0
@@ -205,6 +206,17 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     launch_experts_us: float = 0.0
     launch_spread: float = 0.0
     graph_tokens: int = 0
+    decode_graphs: tuple[int, ...] = ()
+    prefill_graphs: tuple[int, ...] = ()
+
+    def graph_of(self, rows: int, prefill_tokens: int) -> int | None:
+        """Tokens of the CUDA graph, or of its parts, that a step is filled up to; None: there is none as large."""
+        tokens = rows + prefill_tokens
+        if not self.decode_graphs:
+            return graph_size(tokens) if tokens <= self.graph_tokens else None
+        sizes = self.prefill_graphs if prefill_tokens else self.decode_graphs
+        at = bisect.bisect_left(sizes, tokens)
+        return sizes[at] if at < len(sizes) else None
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,12 +324,12 @@ class StepCost:
     def __call__(self, step: Step) -> float:
         rows = step.decode_rows
         if step.prefill_rows or self._read_s is None or len(step.emits) != rows:
-            seconds = self._kernels_s(step.decode_rows + step.prefill_tokens, len(step.emits)) + self._attention_s(step)
+            seconds = self._kernels_s(rows, step.prefill_tokens, len(step.emits)) + self._attention_s(step)
             software_s = self._software_s(step)
         else:  # most steps: in their rows' context alone they differ
             decode = self._decodes.get(rows)
             if decode is None:
-                kernels_s, row_s = self._kernels_s(rows, rows), rows * self._decode_row
+                kernels_s, row_s = self._kernels_s(rows, 0, rows), rows * self._decode_row
                 decode = self._decodes[rows] = kernels_s, row_s, self._software_s(step)
             kernels_s, row_s, software_s = decode
             attention = row_s + step.decode_context * self._read_s
@@ -326,10 +338,9 @@ class StepCost:
             seconds = self._floor
         return seconds + software_s
 
-    def _kernels_s(self, tokens: int, samples: int) -> float:
+    def _kernels_s(self, rows: int, prefill_tokens: int, samples: int) -> float:
         """All but attention."""
-        if tokens <= self._overheads.graph_tokens:
-            tokens = graph_size(tokens)
+        tokens = self._overheads.graph_of(rows, prefill_tokens) or rows + prefill_tokens
         dense = self._dense.get(tokens)
         if dense is None:
             dense = self._dense[tokens] = self._dense_s(tokens)
@@ -352,7 +363,7 @@ class StepCost:
         graph, is."""
         own = self._overheads
         us = prepare_us = own.launch_us + own.launch_row_us * len(step.emits)
-        if step.decode_rows + step.prefill_tokens > own.graph_tokens:
+        if own.graph_of(step.decode_rows, step.prefill_tokens) is None:
             us += self._eager_us
         elif step.prefill_rows:
             us += self._model.layers * own.launch_layer_us
@@ -361,9 +372,8 @@ class StepCost:
     def terms(self, step: Step) -> Terms:
         """What `step` takes, by operator."""
         own = self._overheads
-        tokens, samples = step.decode_rows + step.prefill_tokens, len(step.emits)
-        if tokens <= own.graph_tokens:
-            tokens = graph_size(tokens)
+        rows, prefill_tokens, samples = step.decode_rows, step.prefill_tokens, len(step.emits)
+        tokens = own.graph_of(rows, prefill_tokens) or rows + prefill_tokens
         kinds = [(kind.count, self._layer_terms(kind, tokens)) for kind in self._model.kinds]
         attention_gemm, mlp_gemm, norms, rope, gate, all_reduce = (
             sum(count * terms[place] for count, terms in kinds) for place in range(6)

@@ -29,7 +29,6 @@ import msgspec
 
 from servers.schedulers import Scheduler, Sequence, Step
 
-ROUND = 4096  # requests that one round of the front end's loop takes in at most
 CHUNK = 128  # tokens that it works on before it hands out the first (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
 
 Steady = Callable[[list[Sequence], float], Callable[[float], None]]
@@ -38,7 +37,8 @@ Steady = Callable[[list[Sequence], float], Callable[[float], None]]
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
     """request_us: to take in a request; prompt_token_us: and each token of its prompt; handover_us: and then to hand it
     over to the scheduler's process. output_us: to take a token of a step in; token_us: to hand it out; first_token_us:
-    before the first of a reply, for each token of its prompt. latency_us: between processes, each way."""
+    before the first of a reply, for each token of its prompt. latency_us: between processes, each way. round_requests:
+    that one round of its loop takes in at most, before it hands them over."""
 
     request_us: float = 0.0
     token_us: float = 0.0
@@ -47,6 +47,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_us: float = 0.0
     first_token_us: float = 0.0
     handover_us: float = 0.0
+    round_requests: int = 4096
 
 
 class Engine:
@@ -77,6 +78,7 @@ class Engine:
         self._latency_s = front.latency_us * 1e-6
         self.turning: list[int] = []
         self.now_s = 0.0
+        self._round_requests = front.round_requests
         self._taking_in: list[Sequence] = []
         self._taken_in_s = math.inf  # when they are through
         self._handed_s = 0.0  # until when the front end is busy with those before them
@@ -94,7 +96,7 @@ class Engine:
             self._taken_in_s = max(at_s, self._handed_s, self._front_s)
         self._taking_in.append(sequence)
         self._taken_in_s += self._request_s + sequence.prompt * self._prompt_token_s
-        if len(self._taking_in) == ROUND:
+        if len(self._taking_in) >= self._round_requests:
             self._pass_on()
 
     def cancel(self, sequence: Sequence) -> None:

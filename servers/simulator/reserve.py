@@ -11,6 +11,7 @@ from backends.decoder import Mlp, ModelSpec, Precision
 
 ASSUMED_BYTES = 1 << 30  # of other servers, for context, activations and graphs, of whose size nothing is known here
 _MIB = 1 << 20
+SGLANG_BYTES = 645 * _MIB  # what two starts of SGLang 0.5.11 on an H200 left of their share (results:h200/sglang)
 # Fitted to the KV cache that vLLM 0.25.1 printed at 13 starts: tests/servers/simulator/test_reserve.py
 _OTHERS_BYTES = 400 * _MIB  # libraries, their workspaces
 _REDUCTION_BYTES = 450 * _MIB  # buffers of the all-reduce over NVLink

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from servers.schedulers import Rejected, Scheduler, Sequence, Step
 from servers.schedulers.lightllm import LightLLM2310, LightLLMNow
+from servers.schedulers.sglang import Sglang
 from servers.schedulers.tgi import Tgi1, Tgi3
 from servers.schedulers.vllm import Vllm02, VllmV0, VllmV1
 
@@ -42,6 +43,11 @@ SCHEDULERS: dict[str, Make] = {
     "tgi@3, paged": lambda kv: made(
         Tgi3, kv, max_batch_prefill_tokens=96, chunking=False, block_tokens=16, max_waiting_tokens=4, max_batch_size=5
     ),
+    "sglang": lambda kv: made(Sglang, kv, chunked_prefill_size=48, max_running_requests=6),
+    "sglang, outputs unknown, mixed": lambda kv: made(
+        Sglang, kv, chunked_prefill_size=48, max_running_requests=6, ignore_eos=False, mixed_chunk=True
+    ),
+    "sglang, one step at a time": lambda kv: made(Sglang, kv, chunked_prefill_size=48, overlap_schedule=False),
     "lightllm@2310": lambda kv: made(LightLLM2310, kv, batch_max_tokens=96, running_max_req_size=6, max_wait_tokens=3),
     "lightllm@now": lambda kv: made(LightLLMNow, kv, batch_max_tokens=64, running_max_req_size=6),
     "lightllm@now, outputs unknown": lambda kv: made(
@@ -159,7 +165,9 @@ def test_with_memory_for_all_each_token_is_computed_once(name: str, load: list[R
     computed = sum(decode_rows + prefill_tokens for _, decode_rows, _, prefill_tokens, _ in run.trace)
     if name == "vllm@0.2":  # computes paddings too
         assert computed >= wanted
-    elif name.startswith("lightllm@now"):  # and a token that nobody gets, unless that step was not under way yet
+    elif name.startswith(
+        ("lightllm@now", "sglang")
+    ):  # and a token that nobody gets, unless that step was not under way yet
         assert wanted <= computed <= wanted + len(run.admitted)
     else:
         assert computed == wanted

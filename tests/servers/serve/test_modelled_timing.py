@@ -320,7 +320,7 @@ def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
     return Config(gpu="h200", dataset=path)
 
 
-@pytest.mark.parametrize("scheduler", ["vllm@v1", "tgi@3", "lightllm@1.2"])
+@pytest.mark.parametrize("scheduler", ["vllm@v1", "tgi@3", "lightllm@1.2", "sglang@0.5.11"])
 def test_the_prefix_cache_behind_the_wire_finds_what_virtual_time_finds(scheduler: str) -> None:
     """Prompts of 3 groups, one every 200 ms: the wire's timing is told of the same pieces."""
     world = emulated(scheduler.partition("@")[0], scheduler=scheduler, prefix_caching="on", kv_tokens=20_000)
