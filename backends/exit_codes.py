@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OK = 0
+DOES_NOT_FIT = 1  # of `training_probe memory --check`
 BAD_OPTIONS = 2  # a mistake of the user
 FAILED = 3  # the server, a cell or a micro-benchmark failed
 INVALID = 4  # measured, but the numbers cannot be trusted

@@ -1,11 +1,12 @@
 """The command line: `sweep`, `breakdown` and `micro` measure; `plan` and `memory` predict; `report` and `compare` read
 results.
 
-Exit codes: 0 ok, 2 bad options, 3 a cell or point crashed or hung, or none was run at all, 4 numbers are no
-measurement: by a cell's losses, a wrong collective or noise (training_probe.findings), 5 a limit of `compare --fail-if`
-is broken, 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM, 141 standard output was not read to its end. Out of memory
-is a result, and so is a cell that is unsupported or predicted not to fit. A user's mistake is one sentence on standard
-error. Only what a command needs is imported; torch never is: it belongs to the processes that measure.
+Exit codes: 0 ok, 1 `memory --check`: a cell does not fit, 2 bad options, 3 a cell or point crashed or hung, or none
+was run at all, 4 numbers are no measurement: by a cell's losses, a wrong collective or noise
+(training_probe.findings), 5 a limit of `compare --fail-if` is broken, 129, 130, 143 stopped by SIGHUP, Ctrl-C,
+SIGTERM, 141 standard output was not read to its end. Out of memory is a result, and so is a cell that is unsupported
+or predicted not to fit. A user's mistake is one sentence on standard error. Only what a command needs is imported;
+torch never is: it belongs to the processes that measure.
 """
 
 from __future__ import annotations
@@ -274,6 +275,9 @@ Verbose = Annotated[
     bool, option(OUTPUT, "Show every moment of a step, and every term with its formula.", show_default=False)
 ]
 AsJson = Annotated[bool, option(OUTPUT, "Print JSON, all terms included.", show_default=False)]
+Check = Annotated[
+    bool, option(OUTPUT, "End with exit code 1 where a cell does not fit, or cannot be judged.", show_default=False)
+]
 
 
 def plan(
@@ -302,18 +306,24 @@ def memory(
     node_memory_gb: NodeMemory = None,
     verbose: Verbose = False,
     json: AsJson = False,
+    check: Check = False,
 ) -> int:
     """Predict how much memory each cell takes and whether it fits, is tight or does not fit. Needs no GPU, starts
     nothing.
 
     For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8 --gpu-memory-gb 80 --verbose
     """
+    from training_probe.grid import GridError
     from training_probe.memory import text
 
     cells, known, there = _hypothetical(grid or PredictedGrid(), gpu_memory_gb, node_memory_gb)
+    if check and there.gpu_bytes is None:
+        raise GridError("--check compares with the memory of a GPU, and none is here; name it with --gpu-memory-gb.")
     given = text.answers(cells, known, there)
     print(text.as_json(given) if json else text.text(given, verbose=verbose), end="")
-    return exit_codes.OK
+    for line in text.hints(cells, known):
+        say(line)
+    return exit_codes.DOES_NOT_FIT if check and not text.all_fit(given) else exit_codes.OK
 
 
 def _hypothetical(

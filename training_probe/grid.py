@@ -52,6 +52,14 @@ LETTERS = {
     "PT": f"prompt tuning with {PROMPT_TOKENS} virtual tokens",
 }
 NAIVE = "Naive"
+# What people type who do not know the letters, without case, spaces and dashes.
+WORDS = {
+    "LORA": "L", "QLORA": "QL", "PROMPTTUNING": "PT", "ZERO1": "Z1", "ZERO2": "Z2", "ZERO3": "Z3", "OFFLOAD": "O",
+    "FLASH": "F", "FLASHATTENTION": "F", "FA": "F", "FA2": "F", "CHECKPOINTING": "R", "GRADIENTCHECKPOINTING": "R",
+    "RECOMPUTE": "R", "RECOMPUTATION": "R", "SELECTIVE": "RS", "QUANTIZATION": "Q", "INT4": "Q", "NF4": "Q",
+    "4BIT": "Q", "FULL": NAIVE, "DDP": f"{NAIVE} with --engine ddp", "FSDP": "Z3 with --engine fsdp2",
+    "FSDP2": "Z3 with --engine fsdp2", "DEEPSPEED": "Z1, Z2 or Z3", "MEGATRON": f"{NAIVE} with --engine megatron",
+}  # fmt: skip
 
 
 class GridError(UserError, ValueError):
@@ -74,8 +82,10 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
         letters = [] if text.strip().lower() == NAIVE.lower() else [part.strip().upper() for part in text.split("+")]
         for letter in letters:
             if letter not in LETTERS:
+                meant = WORDS.get(re.sub(r"[^A-Z0-9]", "", letter))
                 raise GridError(
-                    f"unknown letter '{letter}' in method '{text}'; known are {NAIVE}, {', '.join(LETTERS)}."
+                    f"unknown letter '{letter}' in method '{text}'; "
+                    + (f"say {meant}." if meant else f"known are {NAIVE}, {', '.join(LETTERS)}.")
                 )
             if letters.count(letter) > 1:
                 raise GridError(f"method '{text}' names {letter} twice; name it once.")

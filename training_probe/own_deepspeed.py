@@ -8,6 +8,7 @@ Hugging Face's Trainer, stands for what the cell gives.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,41 @@ FREE = {
 LIGHT = {
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
     "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
+}  # fmt: skip
+# The fields of DeepSpeed 0.19's configuration: those that its engine carries out by itself, and those that need
+# something of the training loop, the model or the launcher that is not there.
+CARRIED_OUT = {
+    "aio", "amp", "bf16", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
+    "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16", "gradient_accumulation_steps",
+    "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "log_level", "memory_breakdown",
+    "optimizer", "prescale_gradients", "scheduler", "sparse_gradients", "steps_per_print", "tensorboard", "timers",
+    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+}  # fmt: skip
+NOT_CARRIED_OUT = {
+    "activation_checkpointing", "autotuning", "checkpoint", "compression_training", "curriculum_learning",
+    "data_efficiency", "dataloader_drop_last", "datastates_ckpt", "eigenvalue", "elasticity", "expert_parallel",
+    "fp8", "hybrid_engine", "managed_gradient_accumulation", "pipeline", "progressive_layer_drop", "quantize_training",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention", "tensor_parallel",
+    "use_data_before_expert_parallelism", "weight_quantization", "zenflow",
+}  # fmt: skip
+INSTEAD = {
+    "activation_checkpointing": "name a method with R, which recomputes",
+    "pipeline": "--engine megatron has --pp",
+    "tensor_parallel": "--engine fsdp2 and megatron have --tp",
+}
+OF_ZERO = {
+    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "elastic_checkpoint",
+    "gather_16bit_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1", "load_from_fp32_weights",
+    "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear",
+    "model_persistence_threshold", "offload_optimizer", "offload_param", "overlap_comm", "param_persistence_threshold",
+    "prefetch_bucket_size", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+    "stage", "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "zero_quantized_weights",
 }  # fmt: skip
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
@@ -57,6 +93,7 @@ def check(cells: Sequence[Cell], own: Mapping[str, Any] | None) -> list[str]:
         return []
     if all(cell.engine != "deepspeed" for cell in cells):
         raise GridError(f"{FLAG} is for --engine deepspeed, and no cell has it; leave it out.")
+    _check_names(own)
     for cell in cells:
         if cell.engine == "deepspeed":
             merged(cell, own)
@@ -81,6 +118,21 @@ def merged(cell: Cell, own: Mapping[str, Any] | None) -> dict[str, Any]:
         else:
             _put(config, path, value)
     return config
+
+
+def _check_names(own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        if name in NOT_CARRIED_OUT and value not in (None, AUTO):
+            instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+            raise GridError(f"{FLAG} has {name}, which this probe does not carry out; leave it out{instead}.")
+    zero = own.get("zero_optimization")
+    names = [(name, "", CARRIED_OUT | NOT_CARRIED_OUT) for name in own]
+    names += [(name, "zero_optimization.", OF_ZERO) for name in (zero if isinstance(zero, dict) else ())]
+    for name, within, known in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            meant = f"did you mean {within}{near[0]}?" if near else "leave it out."
+            raise GridError(f"{FLAG} has {within}{printable(name, 60)}, which DeepSpeed does not know; {meant}")
 
 
 def uncounted(cell: Cell, own: Mapping[str, Any] | None) -> str | None:

@@ -386,7 +386,8 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_program_itself() -> None:
     done = run(*EXAMPLE)
-    assert (done.returncode, done.stderr) == (0, "") and "RTX 4090" in done.stdout
+    assert done.returncode == 0 and "RTX 4090" in done.stdout
+    assert done.stderr == "sequences of 350 tokens are the paper's; --seq-len names others.\n"
     done = run("sweep", "--method", "Z4")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("training_probe: unknown letter 'Z4'") and done.stderr.count("\n") == 1
@@ -419,3 +420,18 @@ print([name for name in {heavy} if name in sys.modules])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_a_script_can_ask_whether_it_fits() -> None:
+    argv = ["memory", "--model", "7b", "--method", "QL+F+R", "--seq-len", "1024", "--check"]
+    assert cli.invoke([*argv, "--gpu-memory-gb", "24"]) == 0
+    assert cli.invoke([*argv, "--gpu-memory-gb", "4"]) == 1
+    assert cli.invoke(["memory", "--model", "7b", "--method", "Naive", "--check"]) == 2  # nothing to compare with
+
+
+def test_memory_says_what_would_save_some_and_whose_the_length_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.invoke(["memory", "--model", "7b", "--method", "L"]) == 0
+    told = capsys.readouterr().err
+    assert "FlashAttention (F) would save" in told and "both (F+R) would save" in told and "are the paper's" in told
+    assert cli.invoke(["memory", "--model", "7b", "--method", "L+F+R", "--seq-len", "1024"]) == 0
+    assert capsys.readouterr().err == ""

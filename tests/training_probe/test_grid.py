@@ -86,6 +86,9 @@ def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
     ("written", "said"),
     [
         ("Z4", "unknown letter 'Z4'"),
+        ("lora", "say L."),
+        ("zero-3+offload", "say Z3."),
+        ("fsdp", "say Z3 with --engine fsdp2."),
         ("F+Z3+X", "unknown letter 'X' in method 'F+Z3+X'"),
         ("", "unknown letter ''"),
         ("Z3+", "unknown letter ''"),

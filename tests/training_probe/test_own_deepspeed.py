@@ -74,6 +74,22 @@ def test_what_contradicts_the_cell_is_named(asked: Any, own: dict[str, Any], nam
 
 
 @pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size, which this probe does not carry out; leave it out"),
+        ({"activation_checkpointing": {}}, "does not carry out; leave it out; name a method with R"),
+        ({"zero_optimisation": {}}, "zero_optimisation, which DeepSpeed does not know; did you mean zero_optimization"),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "zero_optimization.reduce_bucket, .* mean .*reduce_bucket_size"),
+        ({"\x1b[2J": 1}, "which DeepSpeed does not know; leave it out"),
+    ],
+)  # fmt: skip
+def test_fields_that_would_do_nothing_are_refused(own: dict[str, Any], says: str) -> None:
+    with pytest.raises(GridError, match=says):
+        own_deepspeed.check([Z2], own)
+    assert own_deepspeed.check([Z2], {"pipeline": None, "sequence_parallel_size": "auto", "wandb": {}}) == []
+
+
+@pytest.mark.parametrize(
     ("text", "names"),
     [
         ("{", "is no JSON"), ("[1]", "holds no object"), (None, "cannot be read"), ("{}", None),

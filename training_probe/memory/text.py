@@ -10,7 +10,7 @@ import msgspec
 
 from backends.decoder import ModelSpec
 from training_probe import memory
-from training_probe.grid import Cell, impossible
+from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, impossible
 from training_probe.memory import Prediction, process
 from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Moment, Term
@@ -91,6 +91,38 @@ def text(given: Answers, *, verbose: bool = False) -> str:
         for answer in given.cells:
             lines += ["", *_arithmetic(answer, verbose)]
     return "\n".join([*lines, ""])
+
+
+def all_fit(given: Answers) -> bool:
+    """Whether every cell fits, tightly or not, in its GPUs and its node."""
+    return all(answer.verdict in ("fits", "tight") and answer.host_verdict != "does not fit" for answer in given.cells)
+
+
+def hints(cells: Sequence[Cell], known: Mapping[str, Described]) -> Iterator[str]:
+    """What one cell without FlashAttention and recomputation would save by them, and whose the length is."""
+    if len(cells) == 1 and (saved := _saved(cells[0], known[cells[0].model])):
+        yield f"of its memory {saved}."
+    if any(cell.seq_len == PAPER_SEQ_LEN for cell in cells):
+        yield f"sequences of {PAPER_SEQ_LEN} tokens are the paper's; --seq-len names others."
+
+
+def _saved(cell: Cell, model: Described) -> str:
+    """A clause; empty where the cell has one of the two already, or where neither saves anything."""
+    letters = cell.letters
+    if letters.flash or letters.recompute != "none" or cell.checkpoint:
+        return ""
+    sized = _sized(cell, model, None)
+    before = prediction_of(sized, model)
+    clauses = []
+    for added, name in (("F", "FlashAttention"), ("R", "recomputation"), ("F+R", "both")):
+        method = str(Method.parse(added if sized.method == NAIVE else f"{sized.method}+{added}"))
+        kernel = "flash" if "F" in added else sized.attention
+        after = prediction_of(msgspec.structs.replace(sized, method=method, attention=kernel), model)
+        if isinstance(before, Prediction) and isinstance(after, Prediction):
+            saved = before.peak_bytes - after.peak_bytes
+            if saved > 0.01 * before.peak_bytes:
+                clauses.append(f"{name} ({added}) would save {saved / GIB:.1f} GiB")
+    return ", ".join(clauses)
 
 
 def as_json(given: Answers) -> str:

@@ -11,7 +11,15 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from training_probe.grid import Cell, impossible
-from training_probe.launch.runner import PORTABLE_PYTHON, Launching, NodeRank, files_of, job_of, worker_command
+from training_probe.launch.runner import (
+    PORTABLE_PYTHON,
+    THREADS,
+    Launching,
+    NodeRank,
+    files_of,
+    job_of,
+    worker_command,
+)
 from training_probe.protocol import LOG_FILE
 from training_probe.sweep.manifests import Settings
 
@@ -43,7 +51,10 @@ def _script(cell: Cell, settings: Settings, directory: Path) -> Iterator[str]:
     yield "set -euo pipefail"
     yield f"port=$(({PORTS}))"
     yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed --quiet 1p)'  # head would end the pipe early
-    yield "export head port"
+    # Each process has its share of the physical cores, as a sweep on this machine gives it.
+    yield "cores=$(lscpu --parse=core,socket | grep --invert-match '^#' | sort --unique | wc --lines)"
+    share = f"cores > {cell.gpus // nodes} ? cores / {cell.gpus // nodes} : 1"
+    yield f'export head port {THREADS}="${{{THREADS}:-$(({share}))}}"'
     for number in range(settings.runs):
         yield from _run(cell, settings, number, (directory / "trials" / cell.name / f"run-{number + 1}").absolute())
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.training_probe import own_script
 from tests.training_probe.engines import tiny
-from training_probe import grid, results
+from training_probe import grid, own_deepspeed, results
 from training_probe.grid import Cell
 from training_probe.protocol import Trial, Unsupported
 from training_probe.results import CellResult
@@ -109,3 +109,11 @@ def test_a_deepspeed_configuration_of_ones_own_is_trained_with(alone: Any) -> No
         buckets.append(stepper.engine.zero_reduce_bucket_size())
     assert buckets[1] == 1000 != buckets[0]
     assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+
+
+def test_the_fields_of_zero_are_those_that_deepspeed_knows() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = set(DeepSpeedZeroConfig.model_fields)
+    known |= {str(field.alias) for field in DeepSpeedZeroConfig.model_fields.values() if field.alias}
+    assert known >= own_deepspeed.OF_ZERO
