@@ -160,6 +160,14 @@ class LoadOptions:
     warmup_load: Annotated[
         bool, _load("Warm up with the load's own first seconds too, until step times settle.", show_default=False)
     ] = False
+    drain_warmup: Annotated[
+        bool,
+        _load(
+            "Let every warm-up request end before a closed loop begins, as other tools do. Otherwise a warm-up with a "
+            "request for each slot hands its slots over, and the loop begins in its steady state.",
+            show_default=False,
+        ),
+    ] = False
     dataset: Annotated[
         Path | None,
         _load(

@@ -27,6 +27,7 @@ from loadgen.models import Model
 from loadgen.target import Target
 
 STREAMS_PER_WORKER = 2000  # --workers auto
+LEAST_A_SLOT = 2  # measured requests, for a warm-up to hand its slots over
 MOST_NAMES = 8  # of a server's models, in a message: routers have hundreds
 
 
@@ -67,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     warmup: int
     timeouts: Timeouts
+    drain_warmup: bool = True  # else it hands its slots over where it can
     session_header: str | None = None  # names the conversation of a request
     body_edits: BodyEdits = BodyEdits()
     shard: int = 0
@@ -77,6 +79,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         request = backend.encode(self.model, prompt, sampling)
         body = self.body_edits.apply(request.body)
         return request if body is request.body else msgspec.structs.replace(request, body=body)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the slots of a closed loop go over from the warm-up's requests to measured ones without a drain: it
+        has a request for each slot, so that this takes no more of them, and the load is long beside its start."""
+        load = self.load
+        if self.drain_warmup or load.streams is None or load.streams.seconds or load.sessions is not None:
+            return False
+        slots = load.streams.last
+        return self.warmup >= slots and (load.planned is None or load.planned >= LEAST_A_SLOT * slots)
 
     @property
     def streams(self) -> int:
@@ -252,6 +264,8 @@ def plan_run(
         ),
         load=load,
         warmup=config.warmup,
+        # a workload repeats what others measure; of several machines the barrier before t = 0 would empty slots
+        drain_warmup=config.drain_warmup or config.workload is not None or config.on is not None,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
         session_header=config.session_header,
         body_edits=config.body_edits,

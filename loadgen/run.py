@@ -313,6 +313,7 @@ class Run:
             dataset_prompts=len(read_dataset(self.config, self.backend)) if self.config.repeat_dataset else None,
             ceiling=ceiling,
             wire=wire,
+            hands_over=plan.job.hands_over,
             launch=served.managed.facts if served.managed is not None else None,
             emulation=served.emulation,
             cluster=served.fleet.facts() if served.fleet is not None else None,

@@ -32,9 +32,10 @@ from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second
+from loadgen.load.lengths import residual
 from loadgen.load.prompts import Workload
 from loadgen.load.request_body import advised
-from loadgen.plan import Job, Plan
+from loadgen.plan import Job, Plan, Timeouts
 from loadgen.rundir import WriteError
 from loadgen.rundir.records import ClientFacts, RecordsFile
 from loadgen.target import TransportError
@@ -49,6 +50,7 @@ RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 FAILED_WAIT_S = 0.05  # before a closed loop replaces a request that failed: a dead server is not to be hammered
 SPARE_CONNECTIONS = 64  # opened ahead for arrivals at a rate
 DRAIN_S = 5.0  # how long a stopped run waits for replies
+WARM_LOOK_S = 0.002  # between two looks at whether a warm-up may hand its slots over
 START_MARGIN_NS = 20_000_000  # from the moment that all clients are ready to t = 0
 
 
@@ -71,7 +73,8 @@ def check_warm_up(clients: Sequence[WarmUp]) -> None:
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """Live counters of one process. `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a
+    """Live counters of one process, of measured requests but for `in_flight`, which has what a warm-up handed over, too.
+    `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a
     core, and the largest `loop_lag_ms`."""
 
     planned: int | None
@@ -135,6 +138,7 @@ class Client:
         self._recent_ttft_ms: deque[float] = deque(maxlen=256)
         self._idle = asyncio.Event()
         self._next = 0
+        self._began = False  # the load
         self._streams = 0  # of a closed loop: how many have begun
         self._thinking = 0  # sessions whose next turn is not due yet
         self._waiting: Waiting | None = None
@@ -159,9 +163,13 @@ class Client:
                 break
             bytes_ahead += size if made >= at_zero else 0
             made += 1
-        warm_up = await self._warm_up()
-        # Last, because servers close connections that stay idle.
-        await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
+        if self.job.hands_over:
+            await self.transport.open(at_zero)
+            warm_up = await self._warm_up()
+        else:
+            warm_up = await self._warm_up()
+            # Last, because servers close connections that stay idle.
+            await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
         gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
         gc.freeze()
         gc.disable()
@@ -169,34 +177,60 @@ class Client:
 
     async def _warm_up(self) -> WarmUp:
         self._t0_ns = now_ns()
-        for number in itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers()):
-            exchange, prepared = self._make("warmup", number)
-            exchange.scheduled_ns = now_ns()
-            self.in_flight.add(exchange)
-            self.transport.send(exchange, prepared)
-        await self._drained(lambda: True)
+        numbers = itertools.takewhile(lambda n: n < self.job.warmup, self.job.numbers())
+        if self.job.hands_over:
+            await self._fill_slots(list(numbers))
+        else:
+            for number in numbers:
+                self._send_warm_up(number)
+            await self._drained(lambda: True)
         self._warmed = list(self._finished)
         self._finished.clear()
-        self.done = self.failed = self.events = 0
-        self._recent_ttft_ms.clear()
         failed = [each for each in self._warmed if each.outcome != "ok"]
         error = None
         if failed:
             like = self.job.request(self.backend, self.workload.prompt("warmup", 0), self.job.sampling)
             error = f"{failed[0].outcome}, {advised(failed[0].error or '', like.body)}"
-        return WarmUp(sent=len(self._warmed), failed=len(failed), error=error)
+        return WarmUp(sent=len(self._warmed) + len(self.in_flight), failed=len(failed), error=error)
+
+    async def _fill_slots(self, numbers: list[int]) -> None:
+        """Fills the slots of a closed loop as they are in its steady state, for measured requests to take over one by
+        one. Ends with all of the warm-up sent, the first slot free, and the wave of first prompts over."""
+        slots, limits = self.job.streams, self.job.timeouts
+        wave = range(self.job.load.streams.last if self.job.load.streams is not None else 0)
+        left = residual([self.workload.own(number).output_tokens for number in wave])
+        to_send = deque(numbers)
+        while True:
+            while to_send and len(self.in_flight) < slots:
+                number = to_send.popleft()
+                self._send_warm_up(number, left[number] if number in wave else None)
+            begun = not self.job.sampling.stream or all(each.times for each in self.in_flight)
+            if not to_send and begun and len(self.in_flight) < slots:
+                return
+            self._give_up_overdue(limits)
+            await asyncio.sleep(WARM_LOOK_S)
+
+    def _send_warm_up(self, number: int, output_tokens: int | None = None) -> None:
+        exchange, prepared = self._make("warmup", number, output_tokens=output_tokens)
+        exchange.scheduled_ns = now_ns()
+        self.in_flight.add(exchange)
+        self.transport.send(exchange, prepared)
 
     def _first(self, number: int) -> int:
         """The first request of what is begun `number`-th: a request, or a session."""
         return number if self._turns is None else self._turns.begin(number)
 
-    def _make(self, phase: str, number: int, earlier: Exchange | None = None) -> tuple[Exchange, bytes | HttpRequest]:
-        """A request, ready to be sent; of a session's later turn with the turn before it."""
+    def _make(
+        self, phase: str, number: int, earlier: Exchange | None = None, output_tokens: int | None = None
+    ) -> tuple[Exchange, bytes | HttpRequest]:
+        """A request, ready to be sent; of a session's later turn with the turn before it. output_tokens: to ask for, in
+        place of its own."""
         prompt, shape = self.workload.prompt(phase, number), self.workload.own(number)
         shared_tokens = shape.shared_tokens if phase == "measured" else 0
         if earlier is not None:
             prompt, shared_tokens = _going_on(earlier, prompt)
-        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=shape.output_tokens)
+        asked = shape.output_tokens if output_tokens is None else output_tokens
+        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
         request = self.job.request(self.backend, prompt, sampling)
         id = self.workload.id(number) if phase == "measured" else number
         kept = None
@@ -205,7 +239,7 @@ class Client:
         else:
             kept = Kept()
             decoder = self.backend.keeper(sampling.stream, kept)
-        exchange = Exchange(id, phase, -1, prompt.n_tokens, shape.output_tokens, decoder, self._on_done)
+        exchange = Exchange(id, phase, -1, prompt.n_tokens, asked, decoder, self._on_done)
         exchange.names = self._names
         exchange.shared_tokens = shared_tokens
         if kept is not None and self._turns is not None:
@@ -285,6 +319,8 @@ class Client:
         """Begins the streams of the loop, those of a ramp one after the other; from then on every reply sends the next
         request."""
         slice_end = now_ns() + SLICE_NS
+        if not self._began:
+            self._began, self._streams = True, len(self.in_flight)  # those that the warm-up hands over
         while self._streams < self.job.streams and self._may_send():
             scheduled = self._t0_ns + self.job.stream_start_ns(self._streams)
             now = now_ns()
@@ -362,15 +398,16 @@ class Client:
         if not self.in_flight:
             self._idle.set()
         self._finished.append(exchange)
-        self.done += 1
-        self.events += len(exchange.times)
-        if exchange.outcome != "ok":
-            self.failed += 1
-        elif exchange.times:
-            self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
-        if self._goes_on(exchange):
-            return
-        if self.closed_loop and exchange.phase == "measured" and self._may_send():
+        if exchange.phase == "measured":
+            self.done += 1
+            self.events += len(exchange.times)
+            if exchange.outcome != "ok":
+                self.failed += 1
+            elif exchange.times:
+                self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
+            if self._goes_on(exchange):
+                return
+        if self._began and self._may_send():
             loop = asyncio.get_running_loop()
             if exchange.outcome == "ok":  # due now, but sent from the loop: what fails at once must not recurse
                 loop.call_soon(self._replace, now_ns())
@@ -392,11 +429,14 @@ class Client:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), period_s)
-            now = now_ns()
-            overdue = [(exchange, limits.exceeded(exchange, now)) for exchange in self.in_flight]
-            for exchange, reason in overdue:
-                if reason is not None:
-                    self._give_up(exchange, "timeout", reason)
+            self._give_up_overdue(limits)
+
+    def _give_up_overdue(self, limits: Timeouts) -> None:
+        now = now_ns()
+        overdue = [(exchange, limits.exceeded(exchange, now)) for exchange in self.in_flight]
+        for exchange, reason in overdue:
+            if reason is not None:
+                self._give_up(exchange, "timeout", reason)
 
     def _give_up(self, exchange: Exchange, outcome: str, reason: str) -> None:
         abort = exchange.abort
@@ -448,7 +488,7 @@ class Client:
         self.stop(0.0)
 
     def snapshot(self) -> Snapshot:
-        in_flight_events = sum(len(exchange.times) for exchange in self.in_flight)
+        in_flight_events = sum(len(each.times) for each in self.in_flight if each.phase == "measured")
         cpu_ratio, loop_lag_ms = self._health.since_last_look()
         return Snapshot(
             planned=self.planned,
@@ -511,6 +551,8 @@ async def run_here(
     client = build_client(plan)
     loop = asyncio.get_running_loop()
     try:
+        if warm is not None and plan.job.hands_over:
+            await warm()  # the first time takes long, and slots must not wait for it
         check_warm_up([await client.prepare()])
         if warm is not None:
             await warm()

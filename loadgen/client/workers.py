@@ -70,6 +70,8 @@ async def run_in_workers(
     """Sends the plan's load from `workers` processes and leaves their parts of the records in `directory`; otherwise as
     `run_here`. Raises TransportError, and WriteError."""
     with Workers(plan, range(workers), workers, directory) as clients:
+        if warm is not None and plan.job.hands_over:
+            await warm()  # the first time takes long, and slots must not wait for it
         check_warm_up(await clients.ready())
         if warm is not None:
             await warm()

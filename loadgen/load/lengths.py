@@ -8,10 +8,13 @@ gathers at a bound.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
@@ -26,6 +29,7 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
 
 MOST_TOKENS = (1 << 31) - 1  # servers count a request's tokens in 32 bits
 BLOCK = 4096  # lengths that are drawn at once
+GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly between whole numbers
 FAR = 8.0  # standard deviations from the middle, where nothing of a law is left
 
 Stream = Literal["input", "output", "turns", "think"]
@@ -186,6 +190,18 @@ class Lengths:
         if law.kind == "file":
             return np.asarray(self._values, np.int64)[rng.integers(0, len(self._values), BLOCK)]
         return _between(law, rng.random(BLOCK))
+
+
+def residual(tokens: Sequence[int]) -> list[int]:
+    """What is left of the replies that a closed loop is amid at some moment of its steady state, of replies of so many
+    tokens: a long one is met more often, and anywhere. Where each slot begins with one of these, replies end from the
+    first on as evenly as later."""
+    ends, slots = list(itertools.accumulate(tokens)), len(tokens)
+    left = []
+    for slot in range(slots):
+        at = (slot + (slot * GOLDEN + 0.5) % 1) * ends[-1] / slots  # in the replies, put one after the other
+        left.append(max(1, math.ceil(ends[bisect.bisect_right(ends, at)] - at)))
+    return left
 
 
 def _within_reach(law: Law) -> bool:

@@ -65,7 +65,8 @@ def build(
     slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
     rules, measured = _rules(convention), table.measured()
-    duration_s, tokens = metrics.duration_s(measured, rules), _tokens(measured)
+    duration_s, tokens, kept = metrics.duration_s(measured, rules), _tokens(measured), flows.kept(table, manifest)
+    full = slices.full_slots(kept, manifest)
     silent = stalls.find(measured, _worst(facts, "loop_lag_max_ms"))
     summaries = {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS}
     server, told = seen.server if seen is not None else None, slices.by_the_server(measured, rules)
@@ -84,9 +85,10 @@ def build(
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=(throughput := _throughput(int(measured.ok.sum()), tokens, duration_s)),
+        full_slots_s=None if full is None else full.seconds,
+        throughput=(throughput := _throughput(int(measured.ok.sum()), tokens, duration_s, full)),
         metrics=summaries,
-        goodput=(goodput := _goodput(measured, slos, rules, duration_s)),
+        goodput=(goodput := _goodput(measured, slos, rules, duration_s if full is None else full.seconds)),
         burst=_burst(measured),
         client=_client(facts),
         ceiling=_ceiling(manifest, measured, facts),
@@ -107,7 +109,7 @@ def build(
         stamps=slices.stamps(told, server, summaries),
         economics=_economics(manifest, seen, summaries["tpot_ms"], throughput, goodput),
         **stalls.of_client(measured, facts, rules),
-        steady=_steady(measured, manifest, rules, silent),
+        steady=_steady(kept, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
     )
     return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubts))
@@ -140,7 +142,12 @@ def _tokens(measured: Table) -> schema.TokenCounts:
     return schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
 
 
-def _throughput(ok: int, tokens: schema.TokenCounts, duration_s: float | None) -> schema.Throughput:
+def _throughput(
+    ok: int, tokens: schema.TokenCounts, duration_s: float | None, full: slices.FullSlots | None
+) -> schema.Throughput:
+    if full is not None:
+        names = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
+        return schema.Throughput(*map(full.rates.get, names))
     total = None if tokens.prompt is None or tokens.output is None else tokens.prompt + tokens.output
     return schema.Throughput(_per_s(ok, duration_s), _per_s(tokens.output, duration_s), _per_s(total, duration_s))
 
@@ -209,9 +216,10 @@ def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.
 
 
 def _steady(
-    measured: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]
+    kept: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]
 ) -> schema.Steady | None:
-    """None of a burst, whose transient is what it measures."""
+    """None of a burst, whose transient is what it measures. kept: as `flows.kept` has it."""
+    measured = kept.measured()
     of_sessions = bool((measured.turn > 0).any())
     if of_sessions:
         flow = flows.of_sessions(sessions.opened(measured), manifest)
@@ -226,13 +234,13 @@ def _steady(
     change = None
     if not of_sessions and not flows.changes(manifest.arrival):  # histories grow, and a pace with them
         pauses = [(stall.start_s, stall.end_s) for stall in silent]
-        change = changes.find(flows.stamps(measured, manifest), pauses)
-    found, why = slices.window(measured, manifest, rules, change)
+        change = changes.find(flows.stamps(kept, manifest), pauses)
+    found, why = slices.window(kept, manifest, rules, change)
     if seen is not None and seen.word == "fell_behind":
         found, why = None, "the server fell behind"
     peak = None
     if slots is not None:
-        sent, ended = (each[each != -1] for each in (measured.sent_ns, measured.done_ns))
+        sent, ended = (each[each != -1] for each in (kept.sent_ns, kept.done_ns))
         peak = int(metrics.under_way(sent, ended)[1].max(initial=0))
     return schema.Steady(
         unit="sessions" if of_sessions else "requests",

@@ -24,7 +24,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.document.content import number
 from loadgen.report import build as reports
-from loadgen.report import findings, metrics, repeats
+from loadgen.report import findings, metrics, repeats, slices
 from loadgen.report.contrast import CONFIDENCE, SAME, Contrast, contrast, of_bounds, of_runs
 from loadgen.report.limits import Check, Limit, Measure, judge
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
@@ -34,6 +34,7 @@ from loadgen.report.schema import Report
 from loadgen.report.text import EMULATED, aligned
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
+from loadgen.steady import flows
 from loadgen.steady.blocks import NORMAL_975, Bounds, wilson
 from loadgen.steady.window import Estimate, Span, rate
 
@@ -307,7 +308,7 @@ def build(
     slos: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Of one run on each side, as wholes. slos: the limits of goodput, in ms, where both have the same."""
-    a, b = (_whole(run, each.measured(), slos or {}) for run, each in ((manifest_a, table_a), (manifest_b, table_b)))
+    a, b = (_whole(run, each, slos or {}) for run, each in ((manifest_a, table_a), (manifest_b, table_b)))
     return _within(manifest_a, a, manifest_b, b)
 
 
@@ -353,10 +354,11 @@ class _Values(NamedTuple):
         return {name: None if each is None else each.value for name, each in {**found, **self.rates}.items()}
 
 
-def _whole(manifest: Manifest, measured: Table, slos: Mapping[str, float]) -> _Values:
+def _whole(manifest: Manifest, table: Table, slos: Mapping[str, float]) -> _Values:
+    measured, full = table.measured(), slices.full_slots(flows.kept(table, manifest), manifest)
     in_blocks = intervals.parts(measured, manifest.arrival)
     rows = {name: _row(measured, in_blocks, name) for name in METRICS}
-    rates = _rates(measured, slos)
+    rates = _rates(measured, slos, full)
     of_rates = intervals.of_rates(measured, in_blocks, rates, slos, manifest.arrival)
     return _Values(measured, len(in_blocks), rows, {name: _estimate(rates[name], of_rates[name]) for name in rates})
 
@@ -442,9 +444,9 @@ def _failures(a: Table, b: Table) -> Contrast:
     return of_bounds(failed_a, bounds_a, failed_b, bounds_b)
 
 
-def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None]:
+def _rates(measured: Table, slos: Mapping[str, float], full: slices.FullSlots | None) -> dict[str, float | None]:
     """Requests and tokens a second; requests within the limits too, where there are any."""
-    ok, seconds = measured.ok, metrics.duration_s(measured, _RULES)
+    ok, seconds = measured.ok, metrics.duration_s(measured, _RULES) if full is None else full.seconds
     prompt, output = metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok])
     counts = {
         "requests_per_s": int(ok.sum()),
@@ -452,7 +454,8 @@ def _rates(measured: Table, slos: Mapping[str, float]) -> dict[str, float | None
         "total_tokens_per_s": None if prompt is None or output is None else prompt + output,
         **({GOODPUT: metrics.good_count(measured, slos, _RULES)} if slos else {}),
     }
-    return {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
+    known = {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
+    return known if full is None else {**known, **full.rates}
 
 
 def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:

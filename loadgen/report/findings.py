@@ -290,7 +290,7 @@ def _dropped(measured: Table) -> Iterator[Finding]:
 
 def _warm_up(table: Table, sent: int) -> Iterator[Finding]:
     """sent: how many of the first rows are the warm-up's."""
-    failed = sent - int(table.ok[:sent].sum())
+    failed = sent - int(table.ok[:sent].sum()) - _count(table.rows(0, sent), "cancelled")  # with the run
     if failed:
         first = f"; the first: {table.warmup_error}" if table.warmup_error else ""
         yield Finding(
@@ -814,7 +814,8 @@ def _transient(numbers: Numbers) -> Iterator[Finding]:
         sentences = (
             f"No part of this run is a steady state: {steady.why}. Its start, when all came at once, and its end, when "
             "fewer were in flight, are in all numbers.",
-            f"Send more: ten requests for each of the {asked} in flight, or better 50.",
+            f"Send more: ten requests for each of the {asked} in flight, or better 50"
+            + (f"; --warmup {asked} begins with full slots." if numbers.full_slots_s is None else "."),
         )
     elif steady.window is not None:
         sentences = _beside_window(numbers, steady.window)

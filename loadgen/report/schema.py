@@ -343,6 +343,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     late_statistics: dict[str, list[str]] = {}
     steady: Steady | None = None
     timetable: Timetable | None = None
+    full_slots_s: float | None = None  # of a run whose warm-up handed its slots over: what throughput divides by
     reply_models: dict[str, int] = {}
     stamps: list[Stamp] = []
     economics: Economics | None = None

@@ -45,6 +45,14 @@ UNIT_RATIO = 100.0  # a mean that is so many times the client's is in another un
 STATISTICS = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}  # of percentiles their shares
 
 
+class FullSlots(NamedTuple):
+    """From the first measured request sent to the last, when all slots of a closed loop were busy: how long that was,
+    and what ended and came in it a second."""
+
+    seconds: float
+    rates: dict[str, float]
+
+
 def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
     """The numbers of each phase, in the order of `phases`. One without an end lasts to the last reply; a phase that has
     no length has no rates, and is left out."""
@@ -71,39 +79,55 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
 
 
 def window(
-    measured: Table, manifest: Manifest, rules: Convention, change: Change | None = None
+    kept: Table, manifest: Manifest, rules: Convention, change: Change | None = None
 ) -> tuple[Window | None, str]:
-    """The steady state of a run, or why it has none. change: of the server's pace."""
+    """The steady state of a run, or why it has none. kept: as `flows.kept` has it. change: of the server's pace."""
     if flows.changes(manifest.arrival):
         return None, "the load itself changes"
     if change is not None and change.kind != "slow_start":
         return None, "the server changed its pace"
-    seen = flows.stamps(measured, manifest)
+    seen = flows.stamps(kept, manifest)
     span, why = steady.find(seen, 0.0 if change is None or change.at_s is None else change.at_s)
     if span is None:
         return None, why
     inside = (seen.sent_s >= span.from_s) & (seen.sent_s <= span.to_s)
-    throughput = {"requests_per_s": steady.rate(seen.done_s, span)}
-    if (measured.output_tokens[seen.rows] >= 0).all():
-        last_s, tokens = flows.cut(seen, measured, span.to_s)
-        throughput["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
-        if (prompt_tokens := measured.prompt_tokens[seen.rows]).min() >= 0:  # a prompt counts when it is done
-            throughput["total_tokens_per_s"] = steady.spread_rate(
-                seen.first_s, last_s, tokens, span, prompt_tokens.astype(np.float64)
-            )
     replies = steady.of_whole_replies(seen, span)
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
-        values = metrics.column(measured, name, rules)[seen.rows]
+        values = metrics.column(kept, name, rules)[seen.rows]
         found[name] = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
     return Window(
         from_s=span.from_s,
         to_s=span.to_s,
         replies_to_s=replies.to_s,
         requests=int(inside.sum()),
-        throughput=throughput,
+        throughput=_rates(kept, seen, span),
         metrics=found,
     ), ""
+
+
+def _rates(kept: Table, seen: steady.Stamps, span: steady.Span) -> dict[str, steady.Estimate]:
+    """What ended and what came in the span, a second."""
+    found = {"requests_per_s": steady.rate(seen.done_s, span)}
+    if (kept.output_tokens[seen.rows] >= 0).all():
+        last_s, tokens = flows.cut(seen, kept, span.to_s)
+        found["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
+        if (prompt_tokens := kept.prompt_tokens[seen.rows]).min(initial=0) >= 0:  # a prompt counts when it is done
+            found["total_tokens_per_s"] = steady.spread_rate(
+                seen.first_s, last_s, tokens, span, prompt_tokens.astype(np.float64)
+            )
+    return found
+
+
+def full_slots(kept: Table, manifest: Manifest) -> FullSlots | None:
+    """None of a run whose warm-up handed no slots over."""
+    sent_ns = kept.measured().sent_ns
+    sent_ns = sent_ns[sent_ns != -1]
+    if not manifest.hands_over or len(sent_ns) < 2 or sent_ns.max() == sent_ns.min():
+        return None
+    span = steady.Span(float(sent_ns.min()) / 1e9, float(sent_ns.max()) / 1e9, 0)
+    rates = _rates(kept, flows.stamps(kept, manifest), span)
+    return FullSlots(span.to_s - span.from_s, {name: each.value for name, each in rates.items()})
 
 
 def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:

@@ -113,6 +113,9 @@ def economics_lines(told: Economics) -> Iterator[str]:
         )
 
 
+FULL_SLOTS = "full slots, from the first sent to the last sent, since the warm-up handed its slots over"
+
+
 def summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report.requests, report.throughput
@@ -128,6 +131,7 @@ def summary_lines(report: Report) -> list[str]:
         f"Throughput: {number(throughput.requests_per_s)} requests/s, "
         f"{number(throughput.output_tokens_per_s)} output tokens/s, "
         f"{number(throughput.total_tokens_per_s)} total tokens/s"
+        + ("" if report.full_slots_s is None else f" in the {number(report.full_slots_s)} s of {FULL_SLOTS}")
         + (f" (held out: off by {_off(held_out, 'throughput')})." if held_out else "."),
     ]
     goodput, burst, client, ceiling = report.goodput, report.burst, report.client, report.ceiling

@@ -103,6 +103,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     dataset_prompts: int | None = None  # of a dataset whose prompts may be sent again: how many it has
     ceiling: Ceiling | None = None
     wire: WireFacts | None = None
+    hands_over: bool = False  # the warm-up left its slots of a closed loop to measured requests, without a drain
     emulation: Emulation | None = None  # what was modelled where no real server ran
     timetable: Timetable | None = None  # what is true of an emulated server's times
     launch: LaunchFacts | None = None  # the server that was started for the run

@@ -100,8 +100,24 @@ def changes(arrival: str) -> bool:
     return kind in ("ramp", "steps", "trace") or (kind == "concurrency" and ":" in text)
 
 
+def kept(table: Table, manifest: Manifest) -> Table:
+    """The measured requests, and those of a warm-up that were under way beside them since it handed its slots over."""
+    measured = table.measured()
+    if not manifest.hands_over or not len(measured):
+        return measured
+    mask = table.done_ns > _first_sent_ns(measured)
+    mask[len(table) - len(measured) :] = True
+    return table.select(mask)
+
+
+def _first_sent_ns(measured: Table) -> int:
+    sent_ns = measured.sent_ns[measured.sent_ns != -1]
+    return int(sent_ns.min()) if len(sent_ns) else 0
+
+
 def stamps(measured: Table, manifest: Manifest) -> Stamps:
-    """The times of the requests that ended ok."""
+    """The times of the requests that ended ok. measured: with what `kept` adds to them, where a warm-up handed over."""
+    handed_s = _first_sent_ns(measured.measured()) / 1e9 if manifest.hands_over else None
     rows = np.flatnonzero(measured.ok & (measured.sent_ns != -1) & (measured.first_token_ns != -1))
     rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
     times = (measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns)
@@ -110,8 +126,9 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
     prompt_tokens = np.maximum(np.where(counted >= 0, counted, asked), 0).astype(np.float64)
     return Stamps(
-        rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, _session_s(measured)
-    )
+        rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, _session_s(measured),
+        handed_s,
+    )  # fmt: skip
 
 
 def _session_s(measured: Table) -> float:

@@ -3,8 +3,8 @@
 The window begins after two lives of the requests that met an empty server (the first of each slot of a closed loop, or
 the first eighth of the arrivals; the life of nine in ten of them), since the first wave of a closed loop leaves a
 second one behind it, and not before the point from which the mean of the token rate, or that of the waits for a first
-token, is known best (MSER, White 1997: the least variance of the mean over what is left). It ends when the last request
-was sent, where the drain begins. There is no window where this leaves less than a third of the time, or less than two
+token, is known best (MSER, White 1997: the least variance of the mean over what is left). Slots that a warm-up handed over
+are full from the first measured request on. It ends when the last request was sent, where the drain begins. There is no window where this leaves less than a third of the time, or less than two
 lives, or few requests.
 
 Rates count the requests that ended in the window, and the tokens that came in it: those of a reply as if they came
@@ -36,7 +36,8 @@ Floats = NDArray[np.float64]
 class Stamps(NamedTuple):
     """Requests that ended ok, in the order in which they were sent, seconds of the run, (n,) each. rows: of the
     table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens: of
-    each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none."""
+    each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none. filled_s: of
+    slots that a warm-up filled and handed over, when the first was taken over; None: the load met an empty server."""
 
     rows: NDArray[np.int64]
     sent_s: Floats
@@ -47,6 +48,7 @@ class Stamps(NamedTuple):
     slots: int | None = None
     prompt_tokens: Floats | float = 0.0
     session_s: float = 0.0
+    filled_s: float | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -78,17 +80,18 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
     n = len(seen.sent_s)
     if n < LEAST_REQUESTS:
         return None, f"fewer than {LEAST_REQUESTS} requests ended ok"
-    begin_s, end_s = float(seen.sent_s[0]), float(seen.sent_s[-1])
+    begin_s, end_s = float(seen.sent_s[0]) if seen.filled_s is None else seen.filled_s, float(seen.sent_s[-1])
     if end_s <= begin_s:
         return None, "all requests were sent at once"
     lives_s = seen.done_s - seen.sent_s
     alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))
-    filled_s = begin_s + FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9))
+    fills_s = FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9)) if seen.filled_s is None else 0.0
+    filled_s = begin_s + fills_s
     start_s = max(not_before_s, filled_s, steadied_s(seen, begin_s, end_s))
     life_s = float(np.median(lives_s))
     sent = int(np.count_nonzero(seen.sent_s >= start_s))
     if end_s - start_s < max(LEAST_LIVES * life_s, LEAST_RATIO * (end_s - begin_s)) or sent < LEAST_REQUESTS:
-        lasts_s = max((filled_s - begin_s) / (1 - LEAST_RATIO), filled_s - begin_s + LEAST_LIVES * life_s)
+        lasts_s = max(fills_s / (1 - LEAST_RATIO), fills_s + LEAST_LIVES * life_s)
         if lasts_s > end_s - begin_s:
             requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
             return None, f"the run is too short: about {requests:,} requests would do"

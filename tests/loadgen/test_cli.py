@@ -74,6 +74,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "turns": (["uniform:2:6"], "uniform:2:6"),
     "think_time": (["0.5"], 0.5),
     "warmup_load": ([], True),
+    "drain_warmup": ([], True),
     "workload": (["paper"], "paper"),
     "trace": (["t.jsonl"], Path("t.jsonl")),
     "trace_format": (["azure"], "azure"),
