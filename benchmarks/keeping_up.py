@@ -1,7 +1,7 @@
 """How often are the words of loadgen/steady wrong? On servers in virtual time whose truth is known. Prints tables for
 docs/accuracy.md.
 
-    python -m benchmarks.keeping_up [kept_up | window | changes | pairs] [--runs 200]
+    python -m benchmarks.keeping_up [kept_up | window | start | changes | pairs] [--runs 200]
 
 kept_up: how often is a server that keeps up said to fall behind, and one that falls behind not? Our rule and two others
 on the same runs. A server of 8 slots serves 10 requests/s. Poisson arrivals of 0.5 to 2.5 times that, replies of three
@@ -14,6 +14,9 @@ length laws, 300 and 3000 requests. In percent of the runs. The others' rules ar
 
 window: is the steady window that of a long run, and how often does its 95 % interval hold the truth? Closed loops at a
 server of batches (tests/loadgen/steady/queues.py), whose truth is the middle of runs of 50 requests a slot.
+
+start: how far off is a short closed loop at that server that begins with a burst and ends with a drain, and how far one
+that takes its slots over from a warm-up of as many requests? In percent, of throughput in tokens and of ttft p99.
 
 changes: is a server that changes its pace named, rightly, and one that does not never? The same server for 5 minutes.
 
@@ -32,6 +35,7 @@ from functools import partial
 import numpy as np
 
 from loadgen.config import Config
+from loadgen.load.lengths import residual
 from loadgen.report.contrast import SAME, of_bounds
 from loadgen.steady import blocks
 from loadgen.steady import changes as detector
@@ -194,6 +198,37 @@ def columns(found: list[dict[str, steady.Estimate]], true: dict[str, float]) -> 
     return " | ".join(cells)
 
 
+def start(runs: int) -> None:
+    print("| slots | requests a slot | whole run: tokens/s | ttft p99 | slots handed over: tokens/s | ttft p99 |")
+    print("|---:|---:|---|---|---|---|")
+    for slots in (8, 64, 256):
+        rng = np.random.default_rng((slots, 50))
+        true = truth(queues.batches(queues.drawn_tokens((runs, slots * 50), rng), slots, None, noisy(slots)))
+        for each in (2, 5, 10):
+            rng = np.random.default_rng((slots, each))
+            tokens = queues.drawn_tokens((runs, slots * (1 + each)), rng)
+            burst = queues.batches(tokens[:, slots:], slots, None, noisy(slots))
+            tokens[:, :slots] = [residual(row) for row in tokens[:, :slots].tolist()]
+            handed = queues.batches(tokens, slots, None, noisy(slots), warms_up=slots)
+            cells = []
+            for loop, measured in ((burst, 0), (handed, slots)):
+                found = np.array([whole(loop, run, seen, measured) for run, seen in enumerate(loop.stamps())])
+                for name, values in zip(("tokens/s", "ttft p99"), found.T, strict=True):
+                    cells.append(f"{100 * (values.mean() / true[name] - 1):+.1f}")
+            print(f"| {slots} | {each} | {' | '.join(cells)} |", flush=True)
+
+
+def whole(loop: queues.Batches, run: int, seen: Stamps, measured: int) -> tuple[float, float]:
+    """Throughput and ttft p99 of the requests from number `measured` on, the others being a warm-up's."""
+    waits_s = (loop.first_s - loop.sent_s)[run, measured:]
+    p99_s = float(np.quantile(waits_s, 0.99))
+    if not measured:
+        return float(loop.tokens[run].sum() / loop.done_s[run].max()), p99_s
+    span = steady.Span(float(loop.sent_s[run, measured]), float(loop.sent_s[run, -1]), 0)
+    last_s, tokens = loop.cut(run, seen, span.to_s)
+    return steady.spread_rate(seen.first_s, last_s, tokens, span).value, p99_s
+
+
 LASTS_S, BATCH_PER_S = 300.0, 13.7  # what the server of batches serves with 64 in its batch
 CHANGES: dict[str, queues.Step] = {
     "none": lambda now_s, takes_s: takes_s,
@@ -329,12 +364,15 @@ def paired(load: float, n: int, runs: int, slower: float) -> queues.Batches:
     return queues.batches(tokens, 64, queues.arrivals(load * BATCH_PER_S, (runs, n), rng), step)
 
 
+TABLES = {"kept_up": kept_up, "window": window, "start": start, "changes": changes, "pairs": pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", default="kept_up", choices=("kept_up", "window", "changes", "pairs"))
+    parser.add_argument("what", nargs="?", default="kept_up", choices=tuple(TABLES))
     parser.add_argument("--runs", type=int, default=200)
     options = parser.parse_args()
-    {"kept_up": kept_up, "window": window, "changes": changes, "pairs": pairs}[options.what](options.runs)
+    TABLES[options.what](options.runs)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ def check_warm_up(clients: Sequence[WarmUp]) -> None:
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """Live counters of one process, of measured requests but for `in_flight`, which has what a warm-up handed over, too.
-    `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a
-    core, and the largest `loop_lag_ms`."""
+    """Live counters of one process, of measured requests; `in_flight` has those of a warm-up that handed over, too.
+    `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a core, and the largest
+    `loop_lag_ms`."""
 
     planned: int | None
     done: int

@@ -215,9 +215,7 @@ def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.
     return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
 
 
-def _steady(
-    kept: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]
-) -> schema.Steady | None:
+def _steady(kept: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]) -> schema.Steady | None:
     """None of a burst, whose transient is what it measures. kept: as `flows.kept` has it."""
     measured = kept.measured()
     of_sessions = bool((measured.turn > 0).any())

@@ -3,14 +3,14 @@
 The window begins after two lives of the requests that met an empty server (the first of each slot of a closed loop, or
 the first eighth of the arrivals; the life of nine in ten of them), since the first wave of a closed loop leaves a
 second one behind it, and not before the point from which the mean of the token rate, or that of the waits for a first
-token, is known best (MSER, White 1997: the least variance of the mean over what is left). Slots that a warm-up handed over
-are full from the first measured request on. It ends when the last request was sent, where the drain begins. There is no window where this leaves less than a third of the time, or less than two
-lives, or few requests.
+token, is known best (MSER, White 1997: the least variance of the mean over what is left). Slots that a warm-up handed
+over are full from the first measured request on. It ends when the last request was sent, where the drain begins. There
+is no window where this leaves less than a third of the time, or less than two lives, or few requests.
 
 Rates count the requests that ended in the window, and the tokens that came in it: those of a reply as if they came
 evenly from its first to its last, but where the end of the window cuts it, since in the drain they come faster.
-Latencies are those of the requests that were sent in it; of whole
-replies, of those that were sent a life before its end, since the rest ends in the drain.
+Latencies are those of the requests that were sent in it; of whole replies, of those that were sent a life before its
+end, since the rest ends in the drain.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Floats = NDArray[np.float64]
 
 class Stamps(NamedTuple):
     """Requests that ended ok, in the order in which they were sent, seconds of the run, (n,) each. rows: of the
-    table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens: of
-    each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none. filled_s: of
-    slots that a warm-up filled and handed over, when the first was taken over; None: the load met an empty server."""
+    table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens:
+    of each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none.
+    filled_s: when the first slot was taken over from a warm-up that had filled all of them; None: the load met an
+    empty server."""
 
     rows: NDArray[np.int64]
     sent_s: Floats

@@ -55,9 +55,10 @@ class PredictOptions(Config):
 
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
-    "vocab_size", "warmup_load", "drain_warmup", "stop_when_overloaded", "stream", "workers", "on", "nodes", "transport", "connect",
-    "kernel_timestamps", "api_key_env", "header", "session_header", "ca", "insecure", "connect_timeout",
-    "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed", "repeat",
+    "vocab_size", "warmup_load", "drain_warmup", "stop_when_overloaded", "stream", "workers", "on", "nodes",
+    "transport", "connect", "kernel_timestamps", "api_key_env", "header", "session_header", "ca", "insecure",
+    "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed",
+    "repeat",
 )  # fmt: skip
 
 

@@ -111,6 +111,36 @@ def test_closed_loop_keeps_its_concurrency(tmp_path: Path) -> None:
     assert (table.scheduled_ns[:4] == 0).all()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_warm_up_hands_its_slots_over(tmp_path: Path, workers: int, drains: bool) -> None:
+    """Replies of 0.3 to 1.2 s: the first slot is free long before the last, and a measured request takes it then."""
+    asked = {"concurrency": 4, "requests": 12, "warmup": 4, "drain_warmup": drains}
+    first, *rest = tokens(3)[1:]
+    _, table, facts = ran(lambda n: [STREAM_HEAD, first, 0.3 * (1 + n % 4), *rest], tmp_path, workers, **asked)
+    measured = table.measured()
+    assert len(measured) == 12 and outcomes(table) == {"ok": 16}
+    assert sum(fact.events for fact in facts) == 36  # the warm-up's count nowhere
+    starts, ends = np.sort(table.sent_ns), np.sort(table.done_ns)
+    assert max(int((starts <= at).sum() - (ends < at).sum()) for at in starts) == 4
+    warm_up = table.rows(0, 4)
+    handed = int((warm_up.done_ns > measured.sent_ns.min()).sum())
+    assert (measured.scheduled_ns == 0).sum() == 4 - handed
+    assert handed == 0 if drains else handed >= 1
+    assert warm_up.sent_ns.max() < measured.sent_ns.min()
+
+
+@pytest.mark.parametrize("changes", [{"warmup": 3}, {"requests": 7}, {"concurrency": "2:4:1"}])
+def test_a_warm_up_drains_where_it_has_no_request_for_each_slot(changes: dict[str, object]) -> None:
+    asked = {"concurrency": 4, "requests": 12, "warmup": 4, "drain_warmup": False}
+    assert plan("", **asked).job.hands_over and not plan("", **{**asked, **changes}).job.hands_over
+
+
+def test_a_server_that_refuses_all_of_a_warm_up_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="every warm-up request failed"):
+        ran(lambda n: [CLOSE], tmp_path, concurrency=2, requests=12, warmup=4, drain_warmup=False)
+
+
 def test_duration_ends_sending_not_replies(tmp_path: Path) -> None:
     _, table, _ = ran(
         lambda n: [STREAM_HEAD, 0.15, *tokens(2)[1:]], tmp_path, concurrency=2, requests=None, duration=0.4

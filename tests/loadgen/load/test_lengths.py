@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from loadgen.load.lengths import Lengths, WorkloadError, parse
+from loadgen.load.lengths import Lengths, WorkloadError, parse, residual
 
 N = 20_000
 REJECTED_ONE_IN_1000 = 1.95 / math.sqrt(N)  # of Kolmogorov's statistic
@@ -141,3 +141,18 @@ def test_bad_files(tmp_path: Path, content: str | bytes | None, message: str) ->
 def test_laws_that_make_no_sense(text: str, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 55, 64, 89, 256])
+def test_what_is_left_of_equal_replies_lies_evenly(slots: int) -> None:
+    left = np.sort(residual([1000] * slots))
+    evenly = 1000 * (np.arange(slots) + 0.5) / slots
+    assert left.min() >= 1 and left.max() <= 1000 and abs(left - evenly).max() <= 1 + 1500 / slots
+
+
+def test_what_is_left_of_replies_is_half_of_the_one_that_is_met() -> None:
+    """Renewal theory: E[L^2] / 2 E[L] in the mean, and as many end soon as in any other time: 1 / E[L] of the slots."""
+    tokens = Lengths(parse("uniform:64:448"), 5, "output").first(4096)
+    left = np.array(residual(tokens.tolist()))
+    assert left.mean() == pytest.approx((tokens.astype(float) ** 2).mean() / 2 / tokens.mean(), rel=0.02)
+    assert np.mean(left <= 32) == pytest.approx(32 / tokens.mean(), rel=0.1)

@@ -181,3 +181,22 @@ def test_where_the_clocks_part(own_ms: float, counted: int, codes: set[str]) -> 
     built = build.build(manifest(), table([request(number) for number in range(100)]), [facts()])
     numbers = msgspec.structs.replace(built, stamps=stamps)
     assert {finding.code for finding in slices.apart(numbers)} == codes
+
+
+def test_throughput_of_full_slots_counts_what_came_while_all_were_busy() -> None:
+    """One slot, a token each 20 ms: a warm-up reply of 10 tokens until 100 ms, then measured ones of 5 tokens sent at
+    100, 200, 300 and 400 ms. From 100 to 400 ms three replies ended, and a token came each 20 ms."""
+    rows = [request(0, sent=-100, first=-80, gaps=(20,) * 9, phase="warmup")]
+    rows += [
+        request(at, scheduled=100 * (1 + at), sent=100 * (1 + at), first=120 + 100 * at, gaps=(20,) * 4)
+        for at in range(4)
+    ]
+    run = manifest(arrival="concurrency:1", hands_over=True)
+    built = build.build(run, table(rows), [facts()])
+    assert built.full_slots_s == pytest.approx(0.3)
+    assert built.throughput.requests_per_s == pytest.approx(3 / 0.3)
+    assert built.throughput.output_tokens_per_s == pytest.approx(50, rel=0.05)
+    assert "in the 0.300 s of full slots" in texts.render(built)
+    drained = build.build(msgspec.structs.replace(run, hands_over=False), table(rows), [facts()])
+    assert drained.full_slots_s is None and drained.throughput.requests_per_s == pytest.approx(4 / 0.4)
+    assert built.requests.ok == drained.requests.ok == 4 and built.metrics == drained.metrics

@@ -91,16 +91,22 @@ class Batches(NamedTuple):
 
 
 def batches(
-    tokens: NDArray[np.int64], places: int, arrived_s: Floats | None = None, step: Step | None = None
+    tokens: NDArray[np.int64],
+    places: int,
+    arrived_s: Floats | None = None,
+    step: Step | None = None,
+    warms_up: int = 0,
 ) -> Batches:
     """A server that takes up to so many requests into its batch, in the order of their arrival, and gives each of them
-    a token a step. Without arrivals a closed loop, whose every reply sends the next request."""
+    a token a step. Without arrivals a closed loop, whose every reply sends the next request; but not before each of the
+    first `warms_up` has begun."""
     runs, n = tokens.shape
     sent_s = np.zeros((runs, n)) if arrived_s is None else arrived_s
     first_s, done_s, rows = np.full((runs, n), np.inf), np.full((runs, n), np.inf), np.arange(runs)
     left, request = np.zeros((runs, places), np.int32), np.zeros((runs, places), np.int32)
     now_s, begun, sent, clock = np.zeros(runs), np.zeros(runs, np.int64), np.zeros(runs, np.int64), []
     sent += min(places, n) if arrived_s is None else 0
+    owed = np.zeros(runs, np.int64)
     while True:
         free = left == 0
         empty = free.sum(axis=1)
@@ -127,8 +133,8 @@ def batches(
         at, place = np.nonzero(busy & (left == 0))
         done_s[at, request[at, place]] = now_s[at]
         if arrived_s is None:
-            ended = np.bincount(at, minlength=runs)
-            following = sent[at] + np.arange(len(at)) - (np.cumsum(ended) - ended)[at]
-            known = following < n
-            sent_s[at[known], following[known]] = now_s[at[known]]
-            sent = np.minimum(sent + ended, n)
+            owed = owed + np.bincount(at, minlength=runs)
+            sends = np.where(begun >= warms_up, np.minimum(owed, n - sent), 0)
+            at = np.repeat(rows, sends)
+            sent_s[at, sent[at] + np.arange(len(at)) - (np.cumsum(sends) - sends)[at]] = now_s[at]
+            sent, owed = sent + sends, owed - sends
