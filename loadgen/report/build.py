@@ -64,9 +64,8 @@ def build(
 
     slos: limits in ms by `ttft`, `tpot`, `e2el`, for goodput. seen: the server's own view. Raises ReportError.
     """
-    rules, measured = _rules(convention), table.measured()
-    duration_s, tokens, kept = metrics.duration_s(measured, rules), _tokens(measured), flows.kept(table, manifest)
-    full = slices.full_slots(kept, manifest)
+    rules, measured, kept = _rules(convention), table.measured(), flows.kept(table, manifest)
+    duration_s, tokens, full = metrics.duration_s(measured, rules), _tokens(measured), slices.full_slots(kept, manifest)
     silent = stalls.find(measured, _worst(facts, "loop_lag_max_ms"))
     summaries = {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS}
     server, told = seen.server if seen is not None else None, slices.by_the_server(measured, rules)
@@ -95,8 +94,7 @@ def build(
         server=server,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
-        asked_prompt_tokens=slices.lengths(sessions.added_tokens(measured), manifest.config.get("input_tokens")),
-        asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
+        **_asked(measured, manifest),
         **_on_the_wire(manifest, measured, facts, rules),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
         sharing=sharing.build(measured, server, rules),
@@ -118,6 +116,14 @@ def build(
 def _judged(numbers: Numbers, listed: list[Finding]) -> Report:
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
+
+
+def _asked(measured: Table, manifest: Manifest) -> dict[str, schema.Lengths | None]:
+    prompts, replies = (manifest.config.get(name) for name in ("input_tokens", "output_tokens"))
+    return {
+        "asked_prompt_tokens": slices.lengths(sessions.added_tokens(measured), prompts),
+        "asked_output_tokens": slices.lengths(measured.asked_tokens, replies),
+    }
 
 
 def _rules(convention: str) -> Convention:
