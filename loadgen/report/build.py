@@ -118,7 +118,8 @@ def _judged(numbers: Numbers, listed: list[Finding]) -> Report:
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
 
 
-def _asked(measured: Table, manifest: Manifest) -> dict[str, schema.Lengths | None]:
+def _asked(measured: Table, manifest: Manifest) -> dict[str, Any]:
+    """Of the lengths of prompts and replies that were asked for."""
     prompts, replies = (manifest.config.get(name) for name in ("input_tokens", "output_tokens"))
     return {
         "asked_prompt_tokens": slices.lengths(sessions.added_tokens(measured), prompts),
