@@ -84,7 +84,6 @@ def build(
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        full_slots_s=None if full is None else full.seconds,
         throughput=(throughput := _throughput(int(measured.ok.sum()), tokens, duration_s, full)),
         metrics=summaries,
         goodput=(goodput := _goodput(measured, slos, rules, duration_s if full is None else full.seconds)),
@@ -94,8 +93,9 @@ def build(
         server=server,
         gpus=_gpus(seen, tokens.output),
         errors=_errors(measured),
-        **_asked(measured, manifest),
-        **_on_the_wire(manifest, measured, facts, rules),
+        asked_prompt_tokens=slices.lengths(sessions.added_tokens(measured), manifest.config.get("input_tokens")),
+        asked_output_tokens=slices.lengths(measured.asked_tokens, manifest.config.get("output_tokens")),
+        **_on_the_wire(manifest, measured, facts, rules, full),
         ttft_by_prompt=slices.ttft_by_prompt(measured, rules),
         sharing=sharing.build(measured, server, rules),
         phases=slices.by_phase(measured, manifest.phases, rules),
@@ -116,15 +116,6 @@ def build(
 def _judged(numbers: Numbers, listed: list[Finding]) -> Report:
     verdict = schema.Verdict(all(finding.severity != "invalid" for finding in listed), listed)
     return Report(**msgspec.structs.asdict(numbers), verdict=verdict)
-
-
-def _asked(measured: Table, manifest: Manifest) -> dict[str, Any]:
-    """Of the lengths of prompts and replies that were asked for."""
-    prompts, replies = (manifest.config.get(name) for name in ("input_tokens", "output_tokens"))
-    return {
-        "asked_prompt_tokens": slices.lengths(sessions.added_tokens(measured), prompts),
-        "asked_output_tokens": slices.lengths(measured.asked_tokens, replies),
-    }
 
 
 def _rules(convention: str) -> Convention:
@@ -176,10 +167,15 @@ def _goodput(
 
 
 def _on_the_wire(
-    manifest: Manifest, measured: Table, facts: Sequence[ClientFacts], rules: Convention
+    manifest: Manifest,
+    measured: Table,
+    facts: Sequence[ClientFacts],
+    rules: Convention,
+    full: slices.FullSlots | None,
 ) -> dict[str, Any]:
     """The numbers that say over what, and how, tokens came."""
     return {
+        "full_slots_s": None if full is None else full.seconds,
         "connect_ms": _connecting(facts),
         "retried_connections": len(measured.retried),
         "wire": manifest.wire,
