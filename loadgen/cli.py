@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Dict
@@ -22,7 +22,7 @@ from cyclopts.config import Dict
 from backends import exit_codes
 from backends.exit_codes import FailedError
 from backends.foreign_files import read_named
-from backends.untrusted import escaped
+from backends.untrusted import escaped, without_secrets
 from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
@@ -31,6 +31,7 @@ from loadgen.terminal import result_line, say, say_error
 
 if TYPE_CHECKING:
     from loadgen.breakdown.tables import Breakdown
+    from loadgen.document.content import Document
     from loadgen.report.schema import Report
     from loadgen.rundir.records import Recorded
 
@@ -199,10 +200,11 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     from loadgen.report.build import ReportError
     from loadgen.report.pages import several
 
-    terminal.result(tables.render(breakdown))
+    document = page.of(directory, breakdown)
+    terminal.result(rendered(document))
     try:
         tables.write(directory, breakdown)
-        several.write(directory / page.FILE, page.of(directory, breakdown))
+        several.write(directory / page.FILE, document, "report.md")
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
     except ReportError as error:
@@ -268,15 +270,16 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
     from loadgen.report.pages import several
 
     repeated = repeats.read(directory)
+    document = page.of(directory, repeated)
     if brief:
         from loadgen import summary
 
         terminal.show(summary.of_repeats(repeated, terminal.columns(sys.stderr)))
     else:
-        terminal.result(repeats.render(repeated))
+        terminal.result(rendered(document))
     try:
         repeats.write(directory, repeated)
-        several.write(directory / page.FILE, page.of(directory, repeated))
+        several.write(directory / page.FILE, document)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     _last_words(directory, repeats.to_json(repeated), brief=brief)
@@ -287,25 +290,32 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
     """Prints what the runs of a sweep gave together; writes sweep.json, sweep.md, page and figures; the exit code."""
     from loadgen.report import build as reports
     from loadgen.report import sweeps
+    from loadgen.report.pages import several
+    from loadgen.report.pages import sweep as page
 
     swept = sweeps.read(directory)
+    document = page.of(directory, without_secrets(swept))
     if brief:
         from loadgen import summary
 
         terminal.show(summary.of_sweep(swept, terminal.columns(sys.stderr)))
     else:
-        terminal.result(sweeps.render(swept))
+        terminal.result(rendered(document))
     try:
         sweeps.write(directory, swept)
-        from loadgen.report.pages import several
-        from loadgen.report.pages import sweep as page
-
-        several.write(directory / page.FILE, page.of(directory, swept))
+        several.write(directory / page.FILE, document, page.TEXT)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     _last_words(directory, sweeps.to_json(swept), brief=brief)
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
+
+
+def rendered(document: Document, stream: TextIO | None = None) -> str:
+    """A result as text for a stream, standard error by default."""
+    from loadgen.document import terminal as renderer
+
+    return renderer.render(document, terminal.width(stream or sys.stderr))
 
 
 def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
@@ -371,7 +381,7 @@ def compare(
     check_file("--html", html, new=True)
     allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
-    print(comparison.render(compared))
+    print(rendered(page.of(compared), sys.stdout))
     checks = comparison.judged(compared, allowed) if allowed else []
     if html is not None:
         page.write(html, compared, checks, ["loadgen", *sys.argv[1:]])
@@ -423,7 +433,7 @@ def show(
     from loadgen import summary
     from loadgen.report import build as reports
     from loadgen.report import repeats, sweeps
-    from loadgen.search import results
+    from loadgen.search import page, results
 
     directory = run if run.is_dir() else Path("runs") / run
     if not directory.is_dir():
@@ -431,7 +441,7 @@ def show(
     columns = terminal.columns(sys.stdout)
     if (directory / results.FILE).exists():
         found = results.read(directory)
-        text, lines = results.to_json(found), results.screen(found, columns)
+        text, lines = results.to_json(found), page.screen(found, columns)
     elif (directory / sweeps.FILE).exists():
         swept = sweeps.read(directory)
         text, lines = sweeps.to_json(swept), summary.of_sweep(swept, columns)

@@ -47,8 +47,8 @@ def page(breakdown: Breakdown, argv: Sequence[str] = ()) -> Document:
                 "parts", "Which part of the model (the paper's Table XI)", [_table(part_rows(breakdown), breakdown)]
             ),
             Section(id="facts", title="What was looked at", blocks=_facts(breakdown)),
-            *([Section(id="kernels", title="Kernels", blocks=[_kernels(breakdown)])] if breakdown.kernels else []),
-            *([Section(id="command", title="The command", blocks=[Code(shlex.join(argv))])] if argv else []),
+            *([Section("kernels", "Kernels", [_kernels(breakdown)], detail=True)] if breakdown.kernels else []),
+            *([Section("command", "The command", [Code(shlex.join(argv))], detail=True)] if argv else []),
         ],
         footer=f"breakdown.json has the same numbers; {breakdown.schema}, llm-dissect {rundir.package_version()}.",
     )

@@ -8,16 +8,14 @@ time, what is idle in them included. What cannot be told is a row of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from backends.untrusted import escaped, read_json
+from backends.untrusted import read_json
 from loadgen import rundir
 from loadgen.config import Config, ConfigError
-from loadgen.report.text import markdown_text
 from loadgen.rundir import RunError
 
 SCHEMA = "loadgen.breakdown/1"
@@ -153,9 +151,8 @@ def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
 
 
 def write(directory: Path, breakdown: Breakdown) -> None:
-    """breakdown.json, report.md and breakdown.png in the run's directory."""
+    """Writes breakdown.json in the run's directory."""
     rundir.replace(directory / FILE, to_json(breakdown, indent=2).encode() + b"\n")
-    rundir.replace(directory / "report.md", markdown(breakdown).encode() + b"\n")
 
 
 def read(directory: Path) -> Breakdown:
@@ -166,36 +163,6 @@ def read(directory: Path) -> Breakdown:
     if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
     return breakdown
-
-
-def render(breakdown: Breakdown) -> str:
-    """Both tables, and how far they can be trusted, with nothing in it that a terminal obeys."""
-    return _page(breakdown, escaped)
-
-
-def markdown(breakdown: Breakdown) -> str:
-    """report.md: the same page."""
-    return _page(breakdown, markdown_text)
-
-
-def _page(breakdown: Breakdown, shown: Callable[[str], str]) -> str:
-    """shown: how text that came from a server or a file may stand there."""
-    return "\n".join(
-        [
-            f"# {shown(title(breakdown))}",
-            "",
-            *(f"- {shown(fact)}" for fact in facts(breakdown)),
-            "",
-            "## What kind of work (the paper's Table X)",
-            "",
-            *_table(kind_rows(breakdown), breakdown),
-            "",
-            "## Which part of the model (the paper's Table XI)",
-            "",
-            *_table(part_rows(breakdown), breakdown),
-            *(["", *(f"- {shown(note)}" for note in breakdown.notes)] if breakdown.notes else []),
-        ]
-    )
 
 
 class Row(NamedTuple):
@@ -265,18 +232,4 @@ def facts(breakdown: Breakdown) -> list[str]:
         lines.append(f"the client's streams had an event every {breakdown.client_ms:.3f} ms meanwhile{before}")
     if breakdown.paper is not None:
         lines.append(f"the paper: {breakdown.paper.source}")
-    return lines
-
-
-def _table(rows: list[Row], breakdown: Breakdown) -> list[str]:
-    printed = breakdown.paper
-    lines = ["| | ms | % |", "|---|--:|--:|"]
-    if printed is not None:
-        lines = ["| | ms | % | paper, ms | paper, % |", "|---|--:|--:|--:|--:|"]
-    for name, ms, theirs, total in rows:
-        shown = f"**{name}**" if total else name
-        line = f"| {shown} | {ms:.3f} | {ms / breakdown.step_ms:.2%} |".replace("%", "")
-        if printed is not None:
-            line += " - | - |" if theirs is None else f" {theirs:.2f} | {100 * theirs / printed.step_ms:.2f} |"
-        lines.append(line)
     return lines

@@ -1,12 +1,13 @@
-"""A result as people see it, as data: sections of text, tables, code and charts. `html` renders it as a page, `figure`
-draws its charts.
+"""A result as people see it, as data: sections of text, tables, code and charts. `html` renders it as a page,
+`markdown` and `terminal` as text, and `figure` draws its charts.
 
 Every string is data, never markup: rendering escapes all of it. None in a list of numbers is a gap in a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import groupby
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,11 @@ def number(value: float | None) -> str:
         if abs(value) >= least:
             return f"{value:.{decimals}f}"
     return f"{value:.3f}"
+
+
+def made_by(origin: str) -> str:
+    """What a reader must know first of numbers of this origin."""
+    return f"{origin.upper()}: modelled hardware, no real server; these numbers describe no real hardware."
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -77,15 +83,58 @@ class Code(Part, tag="code", frozen=True):
 Cell = str | Link | Number
 
 
-class Table(Part, tag="table", frozen=True):
-    """Rows of cells under headers. `numeric`: all columns but the first are aligned right.
-    `folded`: the table is behind its caption until asked for."""
+def cell_text(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else cell.text
 
-    headers: Sequence[str]
+
+class Column(Part, frozen=True):
+    """group: a heading over neighbours that share it. left: it is text and no number. optional: a narrow terminal may
+    leave the group out."""
+
+    head: str
+    group: str = ""
+    left: bool = False
+    optional: bool = False
+
+
+class Table(Part, tag="table", frozen=True):
+    """Rows of cells under headers. `numeric`: all columns but the first are aligned right, where no `Column` says
+    otherwise. `folded`: on a page it is behind its caption until asked for. below: sentences under it. notes: what the
+    numbers in square brackets stand for, from 1. id: its name in files."""
+
+    headers: Sequence[str | Column]
     rows: Sequence[Sequence[Cell]]
     caption: str = ""
     numeric: bool = True
     folded: bool = False
+    below: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    id: str = ""
+
+    @property
+    def columns(self) -> list[Column]:
+        return [
+            header if isinstance(header, Column) else Column(header, left=not self.numeric or not at)
+            for at, header in enumerate(self.headers)
+        ]
+
+    def texts(self) -> list[list[str]]:
+        return [[cell_text(cell) for cell in row] for row in self.rows]
+
+    def groups(self) -> list[tuple[str, int]]:
+        """(heading, columns under it), from the left."""
+        return [(group, len(list(each))) for group, each in groupby(self.columns, key=lambda column: column.group)]
+
+    def keeping(self, kept: Container[int]) -> Table:
+        """The table of these columns only."""
+        columns = [column for at, column in enumerate(self.columns) if at in kept]
+        rows = [[cell for at, cell in enumerate(row) if at in kept] for row in self.rows]
+        return msgspec.structs.replace(self, headers=columns, rows=rows)
+
+    def without_empty(self) -> Table:
+        """Without columns that hold nothing."""
+        texts = self.texts()
+        return self.keeping([at for at in range(len(self.headers)) if any(row[at] for row in texts)])
 
 
 class Series(Part, frozen=True):
@@ -161,12 +210,13 @@ Block = Text | Items | Code | Table | Chart
 
 class Section(Part, frozen=True):
     """A part of the document under a heading; `id` is its anchor. figures: the files that its charts are drawn into
-    together, by their names; the suffix says how."""
+    together, by their names; the suffix says how. detail: a page alone shows it."""
 
     id: str
     title: str
     blocks: Sequence[Block]
     figures: Sequence[str] = ()
+    detail: bool = False
 
     @property
     def charts(self) -> list[Chart]:

@@ -41,6 +41,7 @@ from loadgen.document.content import (
     Table,
     Text,
     Tile,
+    cell_text,
 )
 
 DATA = Path(__file__).parent / "data"
@@ -188,16 +189,27 @@ def _item(item: Listed) -> str:
 
 
 def _table(table: Table) -> str:
-    headers = "".join(f'<th scope="col">{_text(header)}</th>' for header in table.headers)
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in table.rows)
-    names = "scroll numeric" if table.numeric else "scroll"
-    label = _text(table.caption or ", ".join(table.headers))
+    texts = next((at for at, column in enumerate(table.columns) if not column.left), 0)
+    joined = max(texts, 1)  # columns of text on the left are one here
+    heads = ["\n".join(filter(None, (column.group, column.head))) for column in table.columns]
+    heads = [", ".join(heads[:joined]), *heads[joined:]]
+    headers = "".join(f'<th scope="col">{_text(head)}</th>' for head in heads)
+    rows = "".join(f"<tr>{''.join(map(_cell, _joined(row, joined)))}</tr>\n" for row in table.rows)
+    names = "scroll numeric" if texts else "scroll"
+    label = _text(table.caption or ", ".join(heads))
     caption = "" if table.folded else _toned("p", "", _text(table.caption), "caption")
+    below = [*table.below, *(f"[{number}] {note}" for number, note in enumerate(table.notes, 1))]
     text = (
         f'{caption}<div class="{names}" role="group" aria-label="{label}" tabindex="0"><table>'
         f"<thead><tr>{headers}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
-    )
+    ) + "".join(f"{_toned('p', 'plain', _text(sentence))}\n" for sentence in below)
     return _folded(_text(table.caption or "Table"), text) if table.folded else text
+
+
+def _joined(row: Sequence[Cell], count: int) -> list[Cell]:
+    """The first `count` cells as one."""
+    first = row[0] if count == 1 and row else ", ".join(filter(None, map(cell_text, row[:count])))
+    return [first, *row[count:]] if row else []
 
 
 def _folded(summary: str, inner: str) -> str:

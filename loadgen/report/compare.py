@@ -10,7 +10,6 @@ the output says so. Where all runs of both sides have a steady window, their num
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.document.content import number
 from loadgen.report import build as reports
@@ -31,7 +29,6 @@ from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, aligned
 from loadgen.rundir import Manifest
 from loadgen.rundir.records import Table
 from loadgen.steady import flows
@@ -466,37 +463,3 @@ def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
         for key in sorted(of_a.keys() | of_b.keys())
         if of_a.get(key) != of_b.get(key)
     }
-
-
-def render(comparison: Comparison) -> str:
-    """The comparison for a terminal: plain text, nothing in it that a terminal obeys."""
-    lines = [*textwrap.wrap(conclusion(comparison)[0], 80), ""]
-    for letter, side in (("A", comparison.a), ("B", comparison.b)):
-        name = f"{len(side.runs)} runs" if len(side.runs) > 1 else side.run_id
-        lines.append(
-            escaped(f"{letter}: {name}, {side.backend} {side.model}")
-            + f", {side.ok} ok of {side.requests} requests"
-            + (f"\n   {EMULATED}" if side.emulated else "")
-        )
-        lines += [escaped(f"   {line}") for line in repeats.verdict_lines([run for run in side.runs if not run.valid])]
-    shown = {
-        name if name in comparison.throughput else f"{name}, ms": change
-        for name, change in changes(comparison).items()
-        if change.difference is not None
-    }
-    shown["failed, ratio"] = comparison.failure_ratio
-    rows = [("", ["A", "B", "B - A", "95 % CI", "B / A", "95 % CI"]), *((name, _cells(shown[name])) for name in shown)]
-    words = ["", *(change.shows or "" for change in shown.values())]
-    lines += ["", *(f"{line}   {each}".rstrip() for line, each in zip(aligned(rows, 10, 31), words, strict=True))]
-    if comparison.configuration:
-        lines += ["", "Configured differently (A | B):"]
-    lines += [escaped(f"  {name}: {a} | {b}") for name, (a, b) in comparison.configuration.items()]
-    return "\n".join([*lines, "", *comparison.notes]) + "\n"
-
-
-def _cells(change: Contrast) -> list[str]:
-    def between(interval: Bounds | None) -> str:
-        return f"[{number(interval[0])}, {number(interval[1])}]" if interval else "-"
-
-    differ = [number(change.a), number(change.b), number(change.difference), between(change.difference_ci)]
-    return [*differ, number(change.ratio), between(change.ratio_ci)]

@@ -17,14 +17,12 @@ import msgspec
 import numpy as np
 
 from backends.foreign_files import is_inside
-from backends.untrusted import escaped
 from loadgen import rundir
-from loadgen.document.content import number
 from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, QUICK_ACKS, aligned
+from loadgen.report.text import QUICK_ACKS
 from loadgen.steady.blocks import Bounds
 
 SCHEMA, FILE = "loadgen.repeat/1", "repeat.json"
@@ -201,25 +199,6 @@ def to_json(repeated: Repeated) -> str:
     return json.dumps(builtins)
 
 
-def render(repeated: Repeated) -> str:
-    """For a terminal: plain text, nothing in it that a terminal obeys."""
-    count = len(repeated.runs)
-    lines = [EMULATED, ""] if repeated.emulated else []
-    of = f" of {repeated.planned}" if count != repeated.planned else ""
-    lines += [escaped(f"{count}{of} runs of {repeated.backend} {repeated.model}"), ""]
-    rows, runs = [("", ["mean", "std", "95 % CI"])], ["runs"]
-    for name, over in repeated.metrics.items():
-        if over.mean is None or name.startswith(LESSER):
-            continue
-        unit = "" if name.endswith("_per_s") else ", ms"
-        interval = f"[{number(over.ci[0])}, {number(over.ci[1])}]" if over.ci else "-"
-        rows.append((name + unit, [number(over.mean), number(over.std), interval]))
-        runs.append(" ".join(map(number, over.runs)))
-    lines += [f"{line}   {each}" for line, each in zip(aligned(rows, 10, 31), runs, strict=True)]
-    lines += ["", *map(escaped, verdict_lines(repeated.runs)), "", *notes(repeated)]
-    return "\n".join(lines) + "\n"
-
-
 def notes(repeated: Repeated) -> list[str]:
     """What the numbers hold."""
     finished = [run.finished for run in repeated.runs]
@@ -231,9 +210,3 @@ def notes(repeated: Repeated) -> list[str]:
     if repeated.quick_acks:
         lines.append(QUICK_ACKS)
     return lines
-
-
-def verdict_lines(runs: Sequence[RunVerdict]) -> list[str]:
-    return [
-        f"{run.directory}: VALID" if run.valid else f"{run.directory}: INVALID: {' '.join(run.reasons)}" for run in runs
-    ]

@@ -1,8 +1,8 @@
-"""The runs of a sweep together: `sweep.json` (schema `loadgen.sweep/1`) and `sweep.md`.
+"""The runs of a sweep together: `sweep.json` (schema `loadgen.sweep/1`).
 
 `sweep.json` holds what was planned, which is written before anything starts and never changes, what happened between
-the runs, and the results, which are made of the run directories alone and can be made again. `sweep_figures`
-draws them.
+the runs, and the results, which are made of the run directories alone and can be made again. `pages/sweep.py`
+shows them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,19 +21,14 @@ from backends import foreign_files
 from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
-from loadgen.document.content import number
 from loadgen.report import build, repeats
 from loadgen.report.metrics import Distribution, price_per_million
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
-from loadgen.report.text import EMULATED, QUICK_ACKS, markdown_text
+from loadgen.report.text import QUICK_ACKS
 from loadgen.rundir.records import RecordsError
 
-SCHEMA, FILE, TEXT = "loadgen.sweep/1", "sweep.json", "sweep.md"
-FIGURES = {
-    "latency.png": "Latency against throughput", "pareto.png": "Interactivity against throughput",
-    "cdf.png": "The CDF of every point",
-}  # fmt: skip
+SCHEMA, FILE = "loadgen.sweep/1", "sweep.json"
 RUN_NAME = re.compile(r"[a-z][a-zA-Z0-9_.=+-]{0,160}")  # of a directory in the sweep's
 INTERACTIVITY = "interactivity_tokens_per_s"
 BY_TOKENS = ("output_tokens_per_s", "total_tokens_per_s")
@@ -163,11 +158,10 @@ def reported(directory: Path) -> set[str]:
 
 
 def write(directory: Path, swept: Swept) -> None:
-    """Writes sweep.json and sweep.md, without secrets. Raises ReportError."""
-    swept = without_secrets(swept)
+    """Writes sweep.json, without secrets. Raises ReportError."""
+    text = msgspec.json.format(msgspec.json.encode(without_secrets(swept)), indent=2)
     try:
-        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(swept), indent=2) + b"\n")
-        rundir.replace(directory / TEXT, markdown(swept).encode())
+        rundir.replace(directory / FILE, text + b"\n")
     except OSError as error:
         raise build.ReportError(f"cannot write to {directory}: {error.strerror or error}.") from None
 
@@ -328,48 +322,6 @@ def columns(swept: Swept) -> list[tuple[str, str]]:
     return [*_COLUMNS, *per_gpu, *price]
 
 
-def _short(heading: str) -> str:
-    """Beside its neighbours: the latency stands before its first percentile alone."""
-    return heading.partition(" ")[2] if heading.endswith(PERCENTILES[1:]) else heading
-
-
-def table(swept: Swept) -> list[list[str]]:
-    """A heading and a line for each point; plain text."""
-    shown = columns(swept)
-    unit = f", {swept.plan.unit}" if swept.plan.unit else ""
-    lines = [[escaped(swept.plan.varies) + unit, "runs", *(_short(name) for name, _ in shown), "verdict"]]
-    for point in swept.points:
-        verdict = "-" if not point.runs else "VALID" if point.valid else "INVALID"
-        values = [number(mean(point, name)) for _, name in shown]
-        lines.append([escaped(point.value), f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict])
-    return lines
-
-
-def render(swept: Swept) -> str:
-    """For a terminal: plain text, nothing in it that a terminal obeys."""
-    lines = table(swept)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    first = [EMULATED, ""] if swept.emulated else []
-    return (
-        "\n".join([*first, title(swept), "", *shown, "", *map(escaped, (*remarks(swept), *run_remarks(swept)))]) + "\n"
-    )
-
-
-def markdown(swept: Swept) -> str:
-    """sweep.md."""
-    heading, *rows = table(swept)
-    lines = [f"# {markdown_text(title(swept))}", ""]
-    if swept.emulated:
-        lines += [f"**{EMULATED}**", ""]
-    lines += [f"| {' | '.join(map(markdown_text, heading))} |", "|" + "---:|" * (len(heading) - 1) + "---|"]
-    lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
-    lines += ["", *(f"- {markdown_text(remark)}" for remark in (*remarks(swept), *run_remarks(swept)))]
-    if any(point.runs for point in swept.points):
-        lines += ["", *(f"![{what}]({name})" for name, what in FIGURES.items())]
-    return "\n".join(lines) + "\n"
-
-
 def title(swept: Swept) -> str:
     finished = sum(run.state == "finished" for run in swept.runs)
     what = f"{swept.backend} {swept.model}".strip() or "a server that answered nothing yet"
@@ -413,12 +365,3 @@ def remarks(swept: Swept) -> list[str]:
     if busy:
         lines.append(f"The server was not seen idle before {', '.join(busy)}.")
     return lines
-
-
-def run_remarks(swept: Swept) -> Iterator[str]:
-    """On each run that is in no number, or must not be quoted."""
-    for run in swept.runs:
-        if run.state == "unfinished":
-            yield (f"{run.directory} did not come to its end and is in no number; --resume does it again.")
-        elif run.state == "finished" and not run.valid:
-            yield f"{run.directory} is INVALID, do not quote it: {' '.join(run.reasons)}"

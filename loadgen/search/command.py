@@ -12,6 +12,7 @@ from backends.exit_codes import FailedError
 from backends.untrusted import without_secrets
 from loadgen import rundir, summary, terminal
 from loadgen.config import Config, ConfigError
+from loadgen.document.terminal import render
 from loadgen.event_loop import Stop, run_loop
 from loadgen.report.build import ReportError
 from loadgen.report.pages import several
@@ -85,16 +86,14 @@ def _measured(one: live.Search, made: Path | None) -> int:
 def show(directory: Path, result: SearchResult) -> None:
     """Prints the answer and writes its text, figure and page, without secrets."""
     result = without_secrets(result)
+    document = page.of(directory, result)
     if terminal.is_watched():
-        terminal.show(results.screen(result, terminal.columns(sys.stderr)))
+        terminal.show(page.screen(result, terminal.columns(sys.stderr)))
     else:
-        terminal.result(results.render(result))
+        terminal.result(render(document, terminal.width(sys.stderr)))
     try:
-        rundir.replace(directory / "search.md", results.markdown(result).encode())
-        several.write(directory / page.FILE, page.of(directory, result))
-    except OSError as error:  # it is printed all the same
-        say_error("loadgen", f"cannot write to {directory}: {error.strerror or error}.")
-    except ReportError as error:
+        several.write(directory / page.FILE, document, "search.md")
+    except ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     if terminal.is_watched():
         terminal.show(summary.files(directory, terminal.columns(sys.stderr)))

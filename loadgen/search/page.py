@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from loadgen import rundir
+from rich.text import Text as Styled
+
+from backends.untrusted import escaped
+from loadgen import rundir, summary
 from loadgen.document.content import (
     Cell,
     Chart,
@@ -27,6 +30,7 @@ from loadgen.document.content import (
 from loadgen.report.pages import several
 from loadgen.report.pages.parts import cell
 from loadgen.report.repeats import ENDED_EARLY
+from loadgen.report.text import EMULATED
 from loadgen.search import objective, results
 from loadgen.search.highest import answer
 from loadgen.search.results import UNITS, ProbeRun, SearchResult
@@ -67,10 +71,22 @@ def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequ
                 ["search.png"],
             ),
             Section("options", "What was sought", [_options(result)]),
-            *([Section("command", "The command", [Code(shlex.join(argv))])] if argv else []),
+            *([Section("command", "The command", [Code(shlex.join(argv))], detail=True)] if argv else []),
         ],
         footer=f"search.json has the same numbers; {result.schema}, llm-dissect {result.version}.",
     )
+
+
+def screen(result: SearchResult, columns: int) -> list[Styled]:
+    """The answer first, for a terminal."""
+    warning = [Styled(EMULATED, style="bold yellow")] if result.emulated else []
+    what = Styled(escaped(f"{result.backend} {result.model}"))
+    answer = Styled(escaped(results.sentence(result)), style="bold")
+    head = [line for text in (answer, *warning, what) for line in summary.wrapped(text, columns)]
+    table = probe_table(result, {})
+    rows = [[column.head for column in table.columns], *table.texts()]
+    limits = [f"What limited next: {result.limited_by}."] if result.limited_by else []
+    return summary.of_table(head, [list(map(escaped, row)) for row in rows], [*limits, results.end(result)], columns)
 
 
 def _tone(result: SearchResult) -> Tone:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.text import Text
 
-from backends.untrusted import escaped, read_json
-from loadgen import rundir, summary
+from backends.untrusted import read_json
+from loadgen import rundir
 from loadgen.document.content import number
-from loadgen.report.text import EMULATED, QUICK_ACKS
+from loadgen.report.text import QUICK_ACKS
 from loadgen.rundir import RunError
 from loadgen.search import objective
 from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer
@@ -236,58 +235,3 @@ def end(result: SearchResult) -> str:
     began = f" Began at {result.started_from}." if result.started_from else ""
     acks = f" {QUICK_ACKS}" if result.options.config.get("quick_acks") else ""
     return f"Ended because {result.ended_because}.{began}{acks}"
-
-
-def _row(run: ProbeRun, attain: float) -> tuple[str, ...]:
-    probe = run.probe
-    share = probe.share
-    bounds = met_percent(probe)
-    interval = "" if bounds is None else "{:.2f} to {:.2f}".format(*bounds)
-    missed = ", ".join(f"{name} {100 * each:.1f} %" for name, each in run.missed.items() if each > 1 - attain)
-    share_percent = "-" if share is None else f"{100 * share:.2f}"
-    return (
-        str(run.number), number(probe.load), verdict(run), share_percent, interval, str(probe.counted),
-        str(probe.requests), f"{probe.seconds:.0f}", missed or "-",
-    )  # fmt: skip
-
-
-HEADINGS = ("probe", "load", "verdict", "met %", "95 %", "counted", "sent", "s", "missed most")
-
-
-def render(result: SearchResult) -> str:
-    """For a terminal: plain text, nothing in it that a terminal obeys."""
-    rows = [HEADINGS, *(_row(run, result.options.attain) for run in result.probes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [EMULATED, ""] if result.emulated else []
-    lines += [
-        f"Highest {UNITS[result.options.axis]} of {result.backend} {result.model}".rstrip(),
-        "",
-        sentence(result),
-        "",
-    ]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", end(result)]
-    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
-    return "\n".join(map(escaped, lines)) + "\n"
-
-
-def screen(result: SearchResult, columns: int) -> list[Text]:
-    """The answer first, for a terminal."""
-    warning = [Text(EMULATED, style="bold yellow")] if result.emulated else []
-    what = Text(escaped(f"{result.backend} {result.model}"))
-    answer = Text(escaped(sentence(result)), style="bold")
-    head = [line for text in (answer, *warning, what) for line in summary.wrapped(text, columns)]
-    rows = [HEADINGS, *(_row(run, result.options.attain) for run in result.probes)]
-    limits = [f"What limited next: {result.limited_by}."] if result.limited_by else []
-    return summary.of_table(head, [list(map(escaped, row)) for row in rows], [*limits, end(result)], columns)
-
-
-def markdown(result: SearchResult) -> str:
-    lines = [f"# Highest {UNITS[result.options.axis]} of {result.backend} {result.model}", ""]
-    lines += ["**EMULATED: modelled hardware, no real server.**", ""] if result.emulated else []
-    lines += [sentence(result), "", end(result)]
-    lines += [f"What limited next: {result.limited_by}."] if result.limited_by else []
-    lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(_row(run, result.options.attain)) + " |" for run in result.probes]
-    lines += ["", "![probes](search.png)"]
-    return "\n".join(map(escaped, lines)) + "\n"

@@ -192,8 +192,7 @@ def alone(sweep: Sweep) -> Iterator[None]:
             yield
         finally:
             if not sweep.resumed and not any(path.is_dir() for path in directory.iterdir()):
-                for name in (sweeps.FILE, sweeps.TEXT):
-                    (directory / name).unlink(missing_ok=True)
+                (directory / sweeps.FILE).unlink(missing_ok=True)
                 rundir.remove_if_empty(directory, made)
 
 

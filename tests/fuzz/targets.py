@@ -33,6 +33,7 @@ from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection
 from loadgen.client.exchange import Exchange
 from loadgen.client.transport import FastTransport
+from loadgen.document import markdown, terminal
 from loadgen.load import conversations, datasets, traces
 from loadgen.load.conversations import Conversations
 from loadgen.load.dataset_files import holds_conversations
@@ -45,7 +46,8 @@ from loadgen.monitor.prometheus import Series, Unreadable
 from loadgen.plan import Timeouts
 from loadgen.report import build as reports
 from loadgen.report import sweeps
-from loadgen.report.text import markdown, render
+from loadgen.report import text as texts
+from loadgen.report.pages import sweep as sweep_page
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search.sweep import planned_runs
@@ -270,8 +272,10 @@ def run_directory(data: bytes) -> None:
     except (rundir.RunError, records.RecordsError, reports.ReportError) as error:
         shown(error)
         return
-    assert all(line.isprintable() for line in (*render(report).splitlines(), *markdown(report).splitlines()))
-    assert "<script" not in markdown(report)
+    assert all(
+        line.isprintable() for line in (*texts.render(report).splitlines(), *texts.markdown(report).splitlines())
+    )
+    assert "<script" not in texts.markdown(report)
     assert reports.to_json(report).isascii()
     reports.write_numbers(_directory(), report, table)
     page = (_directory() / "report.html").read_text()
@@ -285,7 +289,8 @@ def sweep(data: bytes) -> None:
     (directory / sweeps.FILE).write_bytes(data)
     try:
         swept = sweeps.read(directory)
-        shown_lines = (*sweeps.render(swept).splitlines(), *sweeps.markdown(swept).splitlines())
+        page = sweep_page.page(swept, {}, {}, "")
+        shown_lines = (*terminal.render(page, 200).splitlines(), *markdown.render(page).splitlines())
         assert all(line.isprintable() for line in shown_lines)
         assert sweeps.to_json(swept).isascii()
         _, runs = planned_runs(directory, swept)

@@ -15,7 +15,6 @@ from loadgen.document.content import number
 from loadgen.report import repeats, sweeps
 from loadgen.report.finding import Finding
 from loadgen.report.schema import ErrorCount, Report, Verdict
-from loadgen.search import results
 from loadgen.summary import FILES_LINES, SCREEN_LINES
 from tests.loadgen.report.test_build import HOSTILE, hand_report
 from tests.loadgen.report.test_sweeps import swept_directory
@@ -134,4 +133,4 @@ def test_quick_acks_are_said() -> None:
 def test_a_run_among_others_is_one_line() -> None:
     line = summary.line("rate-5", judged(1))
     assert line.startswith("rate-5: INVALID, finished: ") and "ttft p50" in line and "\n" not in line
-    assert results.EMULATED not in line
+    assert summary.EMULATED not in line

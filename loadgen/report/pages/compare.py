@@ -70,6 +70,12 @@ def write(file: Path, comparison: Comparison, checks: Sequence[Check], argv: Seq
     several.write(file, page(comparison, compared))
 
 
+def of(comparison: Comparison) -> Document:
+    """The comparison alone, without distributions and gate, as text shows it."""
+    origins = {letter: "emulated" if side.emulated else "" for letter, side in _sides(comparison)}
+    return page(comparison, Compared({"A": {}, "B": {}}, origins, {}))
+
+
 def page(comparison: Comparison, compared: Compared) -> Document:
     origin = parts.shared_origin(compared.origins.values())
     verdict, tone = _verdict(comparison, compared.checks)
@@ -87,7 +93,15 @@ def page(comparison: Comparison, compared: Compared) -> Document:
             Section(
                 "sides",
                 "A and B",
-                [_runs(comparison, compared), *_loads(comparison), *several.findings(runs, counted=True)],
+                [
+                    _runs(comparison, compared),
+                    *(
+                        Text(f"{letter}: {side.ok} ok of {side.requests} requests.")
+                        for letter, side in _sides(comparison)
+                    ),
+                    *_loads(comparison),
+                    *several.findings(runs, counted=True),
+                ],
             ),
             Section("percent", "What differs, in percent", [_percent(comparison, origin)]),
             Section("absolute", "What differs, in milliseconds", _absolute(comparison, origin)),
@@ -95,7 +109,7 @@ def page(comparison: Comparison, compared: Compared) -> Document:
             Section("cdf", "CDF of A and of B", several.cdfs(curves, origins)),
             Section("configuration", "Configured differently", [_configuration(comparison)]),
             Section("notes", "What the intervals hold", [*map(Text, comparison.notes), Text(ONE_BY_ONE)]),
-            Section("command", "The command", [Code(shlex.join(compared.argv))]),
+            Section("command", "The command", [Code(shlex.join(compared.argv))], detail=True),
         ],
         footer=f"{comparison.schema}, llm-dissect {rundir.package_version()}.",
     )
@@ -107,6 +121,8 @@ def _sides(comparison: Comparison) -> tuple[tuple[str, Side], tuple[str, Side]]:
 
 def _name(side: Side) -> str:
     """As its directory was named; of repeats, that of all of them."""
+    if not side.runs:
+        return side.run_id
     first = Path(side.runs[0].directory)
     return f"{first.parent} ({len(side.runs)} runs)" if len(side.runs) > 1 else str(first)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text
+from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text, number
 from loadgen.report import repeats
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import several
@@ -54,7 +54,7 @@ def page(
             Section("numbers", "Mean over the runs", [_numbers(repeated)]),
             Section("runs", "The runs beside each other", _beside_each_other(repeated, hrefs, origin)),
             Section("cdf", "CDF of each run", several.cdfs(samples, dict.fromkeys(samples, origin))),
-            Section("command", "The command", [Code(shlex.join(argv))]),
+            Section("command", "The command", [Code(shlex.join(argv))], detail=True),
         ],
         footer=f"repeat.json has the same numbers; {repeated.schema}, llm-dissect {repeated.version}.",
     )
@@ -130,5 +130,6 @@ def _numbers(repeated: Repeated) -> Table:
     for name, over in repeated.metrics.items():
         if over.mean is not None and not name.startswith(LESSER):
             low, high = over.ci or (None, None)
-            rows.append([several.label(name), *map(cell, (over.mean, over.std, low, high))])
-    return Table(["metric", "mean", "std", "95 % from", "to"], rows)
+            runs = " ".join(map(number, over.runs))
+            rows.append([several.label(name), *map(cell, (over.mean, over.std, low, high)), runs])
+    return Table(["metric", "mean", "std", "95 % from", "to", "runs"], rows)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.document import html
+from loadgen.document import html, markdown
 from loadgen.document.content import Block, Cell, Document, Items, Link, Listed, Table, Tone
 from loadgen.report.build import NO_MEMORY, ReportError, no_memory
 from loadgen.report.metrics import Distribution
@@ -47,10 +47,12 @@ def origin(runs: Iterable[Path]) -> str:
     return parts.shared_origin(origins)
 
 
-def write(path: Path, page: Document) -> None:
-    """Writes the page, and then its figures beside it. Raises ReportError."""
+def write(path: Path, page: Document, text: str = "") -> None:
+    """Writes the page, as Markdown too into the file `text` beside it, and then its figures. Raises ReportError."""
     try:
         rundir.replace(path, html.render(page).encode())
+        if text:
+            rundir.replace(path.parent / text, markdown.render(page).encode())
         if page.figures:
             from loadgen.document import figure  # after the numbers are safe
 

@@ -26,7 +26,7 @@ from loadgen.report.sweeps import (
     varied,
 )
 
-FILE = "sweep.html"
+FILE, TEXT = "sweep.html", "sweep.md"
 WHAT = {"output_tokens_per_s": "Output tokens", "total_tokens_per_s": "Prompt and output tokens"}
 
 
@@ -80,9 +80,9 @@ def page(
                     ("cdf", "CDF of every point", several.cdfs(curves, dict.fromkeys(curves, origin))),
                 )
             ),
-            Section("runs", "Every run, in its order", [_runs(swept, hrefs)]),
-            Section("swept", "What was swept", [_planned(swept)]),
-            Section("command", "The command", [Code(shlex.join(swept.argv))]),
+            Section("runs", "Every run, in its order", [_runs(swept, hrefs)], detail=True),
+            Section("swept", "What was swept", [_planned(swept)], detail=True),
+            Section("command", "The command", [Code(shlex.join(swept.argv))], detail=True),
         ],
         footer=f"sweep.json has the same numbers; {swept.schema}, llm-dissect {swept.version}.",
     )
@@ -233,9 +233,10 @@ def _points(swept: Swept, hrefs: Mapping[str, str]) -> Table:
         codes = dict.fromkeys(each for run in swept.runs if run.value == point.value for each in _codes(run))
         numbers = [cell(mean(point, name)) for _, name in columns]
         requests = [Number(str(count), count) for count in (point.requests_ok, point.requests_failed)]
+        runs = Number(f"{len(point.runs)} of {swept.plan.repeat}", len(point.runs))
         name = several.linked(point.value, _page_of(point, hrefs))
-        rows.append([name, state, *requests, *numbers, ", ".join(codes) or "-"])
-    headers = [varied(swept), "verdict", "requests ok", "failed", *(name for name, _ in columns), "findings"]
+        rows.append([name, state, runs, *requests, *numbers, ", ".join(codes) or "-"])
+    headers = [varied(swept), "verdict", "runs", "requests ok", "failed", *(name for name, _ in columns), "findings"]
     return Table(headers, rows)
 
 

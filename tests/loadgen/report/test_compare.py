@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from loadgen import rundir
+from loadgen.document import terminal
 from loadgen.report import compare
 from loadgen.report.metrics import METRICS
+from loadgen.report.pages import compare as page
 from loadgen.rundir.records import Table, table
 from tests.loadgen.report.test_metrics import HAND
 from tests.loadgen.tables import failure, manifest, request
@@ -116,8 +118,8 @@ def test_nothing_to_compare_is_no_error() -> None:
     for empty in (table([]), table([failure(0)])):
         compared = compare.build(manifest(), empty, manifest(), table(HAND))
         assert compared.metrics["ttft_ms"]["mean"].difference is None
-        compare.render(compared)
-    compare.render(compare.build(manifest(), table([request(0)]), manifest(), table([request(0, gaps=())])))
+        terminal.render(page.of(compared), 160)
+    page.of(compare.build(manifest(), table([request(0)]), manifest(), table([request(0, gaps=())])))
 
 
 def test_what_was_set_differently_is_listed() -> None:
@@ -141,12 +143,13 @@ def test_the_text_is_honest_and_safe() -> None:
         manifest(emulated=True),
         manifest(model="\x1b[2Jx", config={"requests": 1, "seed": 0, "note": "\x1b]0;hi\x07"}),
     ]
-    text = compare.render(compare.build(manifests[0], drawn(1, 100), manifests[1], drawn(2, 100)))
+    compared = compare.build(manifests[0], drawn(1, 100), manifests[1], drawn(2, 100))
+    text = terminal.render(page.of(compared), 400)
     assert all(character == "\n" or character.isprintable() for character in text)
     assert "EMULATED" in text
     assert "no difference shown" in text
     assert "not the noise from run to run" in text
-    assert "config.note: None | \\x1b]0;hi\\x07" in text
+    assert "config.note -" in " ".join(text.split()) and "\\x1b]0;hi\\x07" in text
 
 
 def test_percentiles_of_few_requests_are_named() -> None:

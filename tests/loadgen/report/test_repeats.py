@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from loadgen import cli
+from loadgen.document import content, terminal
 from loadgen.report import compare, repeats
+from loadgen.report.pages import repeat
 from loadgen.rundir import RunError
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
@@ -41,8 +43,9 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     reach = 4.303 * ttft.std / 3**0.5
     assert ttft.ci == pytest.approx([ttft.mean - reach, ttft.mean + reach])
     assert (repeated.planned, len(repeated.runs)) == (3, 3)
-    text = repeats.render(repeated)
-    assert "3 runs of vllm" in text and "ttft_p50, ms" in text and "send_lag" not in text
+    text = terminal.render(repeat.of(tmp_path / "a", repeated), 200)
+    assert "3 runs of vllm" in text and "ttft p50, ms" in text and "send_lag" not in text
+    assert " ".join(map(content.number, ttft.runs)) in text
     repeats.write(tmp_path / "a", repeated)
     assert json.loads((tmp_path / "a" / "repeat.json").read_text()) == json.loads(repeats.to_json(repeated))
 
@@ -63,7 +66,7 @@ def test_a_run_that_was_stopped_is_in_no_mean(tmp_path: Path) -> None:
     repeated = repeats.read(tmp_path / "a")
     assert [each.finished for each in repeated.runs] == [True, True, False]
     assert len(repeated.metrics["ttft_p50"].runs) == 2
-    assert repeats.UNFINISHED_NOTE in repeats.render(repeated)
+    assert repeats.UNFINISHED_NOTE in repeats.notes(repeated)
 
 
 def test_a_directory_of_repeats_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +88,7 @@ def test_a_gate_between_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[st
     a, same = many(tmp_path / "a", [101, 103, 102]), many(tmp_path / "b", [102, 101.5, 103])
     slower = many(tmp_path / "c", [121, 123, 122])
     assert gate(a, same, "ttft_p99>+5%", "output_tokens_per_s<-3%") == 0
-    assert "warning" not in capsys.readouterr().out
+    assert "\nwarning: " not in capsys.readouterr().out
     assert gate(a, slower, "ttft_p99>+5%") == 5
     assert gate(a, slower, "ttft_p99>+5ms") == 5
     assert gate(a, slower, "ttft_p99>+50%") == 0
@@ -126,12 +129,12 @@ def test_steady_windows_are_compared_where_all_runs_have_one(tmp_path: Path) -> 
     """In whole runs the first wave is a hundredth of the requests, and their p99."""
     a, b, short = (loop(tmp_path / name, n, seed) for seed, (name, n) in enumerate((("a", 400), ("b", 400), ("c", 12))))
     compared = compare.compare(a, b)
-    assert compared.steady and compare.STEADY_NOTE in compare.render(compared)
+    assert compared.steady and compare.STEADY_NOTE in compared.notes
     p99, rate = compared.metrics["ttft_ms"]["p99"], compared.throughput["requests_per_s"]
     assert p99.a == pytest.approx(107, abs=3) and p99.shows != "B is higher"
     assert rate.a == pytest.approx(4 / 0.28, rel=0.03) and rate.difference_ci is not None
     whole = compare.compare(a, short)
-    assert not whole.steady and compare.STEADY_NOTE not in compare.render(whole)
+    assert not whole.steady and compare.STEADY_NOTE not in whole.notes
     assert whole.metrics["ttft_ms"]["p99"].a is not None and whole.metrics["ttft_ms"]["p99"].a > 110
     for name, seed in (("1", 3), ("2", 4)):
         loop(tmp_path / "d" / name, 400, seed)

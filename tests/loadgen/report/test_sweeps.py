@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from loadgen import cli
+from loadgen.document import markdown, terminal
 from loadgen.report import sweeps
-from loadgen.report.pages import several, sweep
+from loadgen.report.pages import several
+from loadgen.report.pages import sweep as sweep_page
 from loadgen.report.repeats import Repeat
 from loadgen.report.sweeps import INTERACTIVITY, PlannedRun, SweepPlan, SweptPoint, Wait
 from loadgen.rundir import RunError
@@ -82,12 +84,14 @@ def test_known_answers(tmp_path: Path) -> None:
 
 
 def test_throughput_a_gpu_of_a_modelled_server(tmp_path: Path) -> None:
-    swept = sweeps.read(swept_directory(tmp_path / "s", gpus=True))
+    directory = swept_directory(tmp_path / "s", gpus=True)
+    swept = sweeps.read(directory)
     assert swept.gpus == 2 and swept.emulated
     for point in swept.points:
         whole, share = (point.metrics[name].mean for name in ("output_tokens_per_s", "output_tokens_per_s_per_gpu"))
         assert whole is not None and share == pytest.approx(whole / 2)
-    assert "output tokens/s a GPU" in sweeps.markdown(swept) and "on 2 GPUs" in sweeps.markdown(swept)
+    text = markdown.render(sweep_page.of(directory, swept))
+    assert "output tokens/s a GPU" in text and "on 2 GPUs" in text and "![CDF of every point](cdf.png)" in text
 
 
 def test_repeats_are_a_mean_with_an_interval_and_one_pooled_curve(tmp_path: Path) -> None:
@@ -117,9 +121,10 @@ def test_what_is_finished(tmp_path: Path) -> None:
     for path in (directory / "rate-1").iterdir():
         path.unlink()
     assert sweeps.read(directory).runs[1].state == "waiting"
-    assert "rate-4 did not come to its end" in sweeps.render(swept)
-    several.write(directory / sweep.FILE, sweep.of(directory, swept))
-    assert {path.name for path in directory.glob("*.png")} == set(sweeps.FIGURES)
+    page = sweep_page.of(directory, swept)
+    assert "not finished, in no number: rate-4" in terminal.render(page, 200)
+    several.write(directory / sweep_page.FILE, page)
+    assert {path.name for path in directory.glob("*.png")} == {"latency.png", "pareto.png", "cdf.png"}
 
 
 @pytest.mark.processes
@@ -143,7 +148,7 @@ def test_a_server_that_was_busy_is_named(tmp_path: Path) -> None:
     sweep.waits = {"rate-1": Wait(by="metrics", idle=False, waited_s=60.0, detail="3 running")}
     sweep.starts = 2
     (directory / sweeps.FILE).write_bytes(msgspec.json.encode(sweep))
-    text = sweeps.render(sweeps.read(directory))
+    text = terminal.render(sweep_page.of(directory, sweeps.read(directory)), 200)
     assert "not seen idle before rate-1 (3 running)" in text and "2 starts" in text
 
 
@@ -174,7 +179,7 @@ def test_invalid_points_look_so_in_the_figure(tmp_path: Path) -> None:
     swept = sweeps.read(directory)
     points = [msgspec.structs.replace(each, valid=each.value != "4") for each in swept.points]
     fronts = {name: sweeps.front(points, name) for name in sweeps.BY_TOKENS}
-    page = sweep.of(directory, msgspec.structs.replace(swept, points=points, pareto=fronts))
+    page = sweep_page.of(directory, msgspec.structs.replace(swept, points=points, pareto=fronts))
     for chart in next(section.charts for section in page.sections if section.id == "pareto"):
         of = {series.name: series for series in chart.series}
         ring = of["INVALID, not to be quoted"]

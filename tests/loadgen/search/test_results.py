@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from loadgen.search import results
+from loadgen.document import markdown, terminal
+from loadgen.search import page, results
 from loadgen.search.highest import Guess
 from loadgen.search.results import ProbeKind, ProbeRun, Range, SearchOptions, SearchResult
 from tests.loadgen.search.test_highest import probe
@@ -54,5 +55,6 @@ def test_quick_acks_are_said() -> None:
     for given in (True, False):
         options = msgspec.structs.replace(OPTIONS, config={"quick_acks": True} if given else {})
         search = SearchResult(version="1", options=options, guess=Guess(load=12.0), probes=[MET])
-        for said in (results.render(search), results.markdown(search)):
+        document = page.page(search, {}, "", [])
+        for said in (terminal.render(document, 200), markdown.render(document)):
             assert ("--quick-acks" in said) == given

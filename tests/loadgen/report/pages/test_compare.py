@@ -90,7 +90,8 @@ def test_different_loads_are_a_warning(slower: Comparison) -> None:
     for configuration, names in ((changed, "arrival, think time"), ({"config.seed": [1, 2]}, "")):
         page = page_of(msgspec.structs.replace(slower, configuration=configuration))
         shown = [block.text for block in blocks_of(page, "sides") if isinstance(block, Text)]
-        assert [text.partition(":")[0] for text in shown] == (
+        assert shown[0].startswith("A: ") and shown[1].startswith("B: ") and " ok of " in shown[0]
+        assert [text.partition(":")[0] for text in shown[2:]] == (
             [f"A and B were sent different loads ({names})"] if names else []
         )
 
