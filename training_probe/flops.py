@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
-from training_probe.grid import PROMPT_TOKENS, Cell
+from training_probe.grid import FUSED_TARGETS, GATE_WITH_UP, LORA_TARGETS, PROMPT_TOKENS, QKV_TOGETHER, Cell
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
@@ -50,9 +50,6 @@ PEAKS: tuple[tuple[str, float], ...] = (
 OF_BF16 = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 INT8_OF_BF16 = {"RTX 4090": 4.0, "RTX 3090": 4.0}  # their bf16 is halved by fp32 accumulation
 WITHOUT_FP8 = {"A100", "A800", "A40", "A10", "RTX A6000", "RTX 3090"}
-
-# The model types whose gate and up are one linear layer with another name than LoRA's targets.
-GATE_WITH_UP, QKV_TOGETHER = ("glm", "glm4", "phi3"), ("phi3",)
 
 OTHER_CHIPS = {"mig", "laptop", "ti", "d"}  # words that make it a slower or faster one than the name before them
 
@@ -139,8 +136,10 @@ def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tupl
         return {}
     linears = layer_linears(spec, kind)
     if spec.model_type in QKV_TOGETHER:
-        linears = {name: sizes for name, sizes in linears.items() if name not in ("q_proj", "k_proj", "v_proj")}
-    return {name: sizes for name, sizes in linears.items() if name in cell.lora_targets}
+        separate = [linears.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
+        linears = {"qkv_proj": (spec.hidden, sum(outputs for _, outputs in separate)), **linears}
+    targets = cell.lora_targets + FUSED_TARGETS if cell.lora_targets == LORA_TARGETS else cell.lora_targets
+    return {name: sizes for name, sizes in linears.items() if name in targets}
 
 
 def weights(spec: ModelSpec, cell: Cell) -> Weights:

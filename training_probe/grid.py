@@ -32,6 +32,9 @@ PAPER_SEQ_LEN = 350
 LORA_RANK, LORA_ALPHA = 64, 16
 # What LoRA adapts, by the names that transformers has for linear layers.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Where q, k and v, or gate and up, are one linear layer; adapted by default like the others.
+FUSED_TARGETS = ("qkv_proj", "gate_up_proj")
+QKV_TOGETHER, GATE_WITH_UP = ("phi3",), ("glm", "glm4", "phi3")
 PROMPT_TOKENS = 8
 PAPER_MAX_MICRO_BATCH = 64
 LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
@@ -317,8 +320,8 @@ def cell(method: str, *, attention: AttentionKernel = "eager", **more: object) -
     if built.checkpoint not in ("", "op") and not re.fullmatch(r"[1-9]\d{0,5}", built.checkpoint):
         raise GridError(f"--checkpoint is '{built.checkpoint}'; it must be op, or N to recompute every N-th layer.")
     for target in built.lora_targets:
-        if target not in LORA_TARGETS:
-            raise GridError(f"--lora-targets names '{target}'; known are {', '.join(LORA_TARGETS)}.")
+        if target not in LORA_TARGETS + FUSED_TARGETS:
+            raise GridError(f"--lora-targets names '{target}'; known are {', '.join(LORA_TARGETS + FUSED_TARGETS)}.")
     return built
 
 
@@ -377,6 +380,7 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
         yield f"{spec.name} caps its logits, which --loss {cell.loss} never has all of"
     if isinstance(attention, Attention) and attention.head_dim % 2:
         yield f"heads of {attention.head_dim} values cannot be rotated (RoPE takes pairs); name an even head_dim"
+    yield from _of_targets(cell, spec)
     yield from _of_attention(cell, spec)
     mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
     if mixture and (method.four_bit or cell.engine == "megatron"):
@@ -409,6 +413,20 @@ def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:
     tokens = cell.seq_len * (cell.micro_batch or 1)
     if tokens % 16:
         yield f"fp8 products take multiples of 16 tokens, and a micro batch has {tokens}"
+
+
+def _of_targets(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """Layers that LoRA should adapt and the model has under another name."""
+    if cell.letters.adapter not in ("L", "QL") or cell.lora_targets == LORA_TARGETS:
+        return
+    for fused, types, separate in (
+        ("qkv_proj", QKV_TOGETHER, ("q_proj", "k_proj", "v_proj")),
+        ("gate_up_proj", GATE_WITH_UP, ("gate_proj", "up_proj")),
+    ):
+        has, lacks = ((fused,), separate) if spec.model_type in types else (separate, (fused,))
+        for target in lacks:
+            if target in cell.lora_targets:
+                yield f"{spec.name} has no {target} that LoRA could adapt; it has {' and '.join(has)}"
 
 
 def _of_attention(cell: Cell, spec: ModelSpec) -> Iterator[str]:

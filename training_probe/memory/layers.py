@@ -46,7 +46,8 @@ class _Operators(NamedTuple):
 
 
 # PEFT 0.21 turns gate_proj, up_proj and down_proj into tensors of all experts for these model types.
-_OF_QKV, _OF_MLP = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj", "down_proj"}
+_OF_QKV, _OF_GATE_UP = {"q_proj", "k_proj", "v_proj", "qkv_proj"}, {"gate_proj", "up_proj", "gate_up_proj"}
+_OF_MLP = {*_OF_GATE_UP, "down_proj"}
 EXPERTS_ADAPTED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
 _LLAMA = _Operators()
 _OPERATORS = {
@@ -228,7 +229,7 @@ def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
     mixture = kind.mlp.experts > 1
     return _Inputs(
         qkv=not adapted.isdisjoint(_OF_QKV), output="o_proj" in adapted,
-        gate_up=mixture or not adapted.isdisjoint({"gate_proj", "up_proj"}), down=mixture or "down_proj" in adapted,
+        gate_up=mixture or not adapted.isdisjoint(_OF_GATE_UP), down=mixture or "down_proj" in adapted,
         latent=False,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from backends import catalog
 from backends.decoder import LatentAttention, ModelSpec
 from training_probe.cli import invoke
 from training_probe.flops import flops_per_token, weights
-from training_probe.grid import Cell, cell
+from training_probe.grid import Cell, cell, impossible
 from training_probe.llama_shape import known
 from training_probe.memory import predict
 from training_probe.memory.layers import layer_bytes, uncounted
@@ -132,8 +132,8 @@ def test_latent_attention_counts_its_expanded_keys() -> None:
     assert all(isinstance(kind.attention, LatentAttention) for kind in model.kinds)
 
 
-def test_lora_sits_on_linear_layers_of_seven_names() -> None:
-    """Of a mixture not the experts, but the one that all tokens share; of GLM-4 not gate_up_proj."""
+def test_lora_sits_on_linear_layers_also_on_fused_ones() -> None:
+    """It leaves out a mixture's experts, but for the one that all tokens share; GLM-4's gate and up are one layer."""
     llama = spec("llama-4-scout")
     attention = 64 * (2 * (5120 + 5120) + 2 * (5120 + 1024))
     adapter = weights(llama, cell("L", model=llama.name, task="finetune")).adapter
@@ -141,7 +141,21 @@ def test_lora_sits_on_linear_layers_of_seven_names() -> None:
     glm = spec("glm-4-9b")
     attention = 64 * (2 * (4096 + 4096) + 2 * (4096 + 256))
     adapter = weights(glm, cell("L", model=glm.name, task="finetune")).adapter
-    assert adapter == 40 * (attention + 64 * (13696 + 4096))
+    assert adapter == 40 * (attention + 64 * (13696 + 4096) + 64 * (4096 + 2 * 13696))
+    phi = spec("phi-4")
+    qkv, output = 64 * (5120 + 5120 + 2 * 1280), 64 * (5120 + 5120)
+    mlp = 64 * (5120 + 2 * 17920) + 64 * (17920 + 5120)
+    assert weights(phi, cell("L", model=phi.name, task="finetune")).adapter == 40 * (qkv + output + mlp)
+    one = cell("L", model=phi.name, task="finetune", lora_targets=("qkv_proj",))
+    assert weights(phi, one).adapter == 40 * qkv and impossible(one, phi) is None
+
+
+def test_a_layer_of_another_name_is_refused_with_the_name() -> None:
+    phi, llama = spec("phi-4"), spec("llama-2-7b")
+    separate = cell("L", model=phi.name, task="finetune", lora_targets=("q_proj",))
+    assert "has no q_proj that LoRA could adapt; it has qkv_proj" in (impossible(separate, phi) or "")
+    fused = cell("L", model=llama.name, task="finetune", lora_targets=("gate_up_proj",))
+    assert "it has gate_proj and up_proj" in (impossible(fused, llama) or "")
 
 
 def test_norms_and_a_cap_that_gemma_has_cost_memory() -> None:
