@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
-from training_probe.grid import FUSED_TARGETS, GATE_WITH_UP, LORA_TARGETS, PROMPT_TOKENS, QKV_TOGETHER, Cell
+from training_probe.grid import GATE_WITH_UP, PROMPT_TOKENS, QKV_TOGETHER, Cell
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
@@ -138,8 +138,7 @@ def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tupl
     if spec.model_type in QKV_TOGETHER:
         separate = [linears.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
         linears = {"qkv_proj": (spec.hidden, sum(outputs for _, outputs in separate)), **linears}
-    targets = cell.lora_targets + FUSED_TARGETS if cell.lora_targets == LORA_TARGETS else cell.lora_targets
-    return {name: sizes for name, sizes in linears.items() if name in targets}
+    return {name: sizes for name, sizes in linears.items() if name in cell.adapts}
 
 
 def weights(spec: ModelSpec, cell: Cell) -> Weights:

@@ -192,6 +192,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.checkpoint) if self.checkpoint.isdecimal() else None
 
     @property
+    def adapts(self) -> tuple[str, ...]:
+        """The linear layers that LoRA adapts where the model has them."""
+        return self.lora_targets + FUSED_TARGETS if self.lora_targets == LORA_TARGETS else self.lora_targets
+
+    @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes anything again, by letters or --checkpoint."""
         return bool(self.checkpoint) or self.letters.recompute != "none"

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from training_probe.grid import FUSED_TARGETS, LORA_TARGETS, PROMPT_TOKENS, Cell
+from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
 from training_probe.worker import layers, loss
 
@@ -235,7 +235,7 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
             lora_alpha=cell.lora_alpha,
             lora_dropout=0.0,
             bias="none",
-            target_modules=_targets(cell),
+            target_modules=list(cell.adapts),
             task_type="CAUSAL_LM",
         )
     adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(torch.bfloat16)
@@ -245,15 +245,11 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
     return adapted
 
 
-def _targets(cell: Cell) -> list[str]:
-    return [*cell.lora_targets, *(FUSED_TARGETS if cell.lora_targets == LORA_TARGETS else ())]
-
-
 def _check_targets(model: nn.Module, cell: Cell) -> None:
     """That the model has each layer that the cell names, where it does not name all. Raises Unsupported."""
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    lacking = [target for target in _targets(cell) if target not in names]
-    if lacking and (cell.lora_targets != LORA_TARGETS or len(lacking) == len(_targets(cell))):
+    lacking = [target for target in cell.adapts if target not in names]
+    if lacking and (cell.lora_targets != LORA_TARGETS or len(lacking) == len(cell.adapts)):
         raise Unsupported(f"the model has no linear layer {lacking[0]} that LoRA could adapt; it has {sorted(names)}")
 
 

@@ -27,7 +27,7 @@ def build(each: Cell, config: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     if each.letters.adapter == "L":
         lora = peft.LoraConfig(
-            r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.lora_targets), task_type="CAUSAL_LM"
+            r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.adapts), task_type="CAUSAL_LM"
         )
         model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     elif each.letters.adapter == "PT":
