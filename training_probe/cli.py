@@ -401,6 +401,7 @@ def compare(
     judged; and 0 otherwise.
     """
     from loadgen.config import check_file
+    from loadgen.document.terminal import render
     from loadgen.report import gate
     from training_probe.compare import compare as compared
     from training_probe.report.document import write_page
@@ -409,9 +410,7 @@ def compare(
     check_file("--html", html, new=True)
     comparison = compared(a, b)
     checks = comparison.judged(fail_if) if fail_if else []
-    for line in comparison.invalid:
-        print(line)
-    print(comparison.as_text.text(width(sys.stdout)))
+    print(render(comparison.page([], []), width(sys.stdout)))
     if html is not None:
         write_page(html, comparison.page(checks, sys.argv[1:]))
         say(f"wrote {html}")

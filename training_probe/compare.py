@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadgen.document import content
-from loadgen.document.content import number
+from loadgen.document.content import Column, Table, number
 from loadgen.report.contrast import SAME, Contrast, as_it_is, contrast, of_runs
 from loadgen.report.finding import Finding
 from loadgen.report.limits import Check, Limit, Measure, judge, parse
@@ -32,7 +32,7 @@ from training_probe.points import Collective, Copy, Gemm, Measured, label_of
 from training_probe.report import compare as sweeps
 from training_probe.report.compare import Comparison
 from training_probe.report.document import command
-from training_probe.report.layout import MOST_ROWS, Column, Table
+from training_probe.report.layout import MOST_ROWS, titled
 from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError
 from training_probe.results import read as read_results
 
@@ -102,13 +102,14 @@ class Compared:
         sections = [
             content.Section(id="sides", title="A and B", blocks=_texts(sides)),
             content.Section(id="limits", title="Limits", blocks=[_checks(checks)] if checks else []),
+            content.Section("both", self.as_text.table.caption, [self.as_text.table]),
             content.Section(id="ratios", title="B over A", blocks=[*self._charts()]),
-            content.Section(id="differences", title="Differences", blocks=[*self._differences()]),
+            content.Section("differences", "Differences", [*self._differences()], detail=True),
             *(
                 content.Section(id=heading.lower().replace(" ", "-"), title=heading, blocks=_texts(lines))
                 for heading, lines in self.as_text.lists.items()
             ),
-            content.Section(id="command", title="The command", blocks=[command(argv)]),
+            content.Section("command", "The command", [command(argv)], detail=True),
         ]
         return content.Document(
             title=f"{self.kind}: B beside A",
@@ -372,7 +373,7 @@ def _side(side: str, path: Path, count: int, what: str) -> str:
 def _table(title: str, changes: Mapping[str, Mapping[str, Contrast]], shown: Sequence[str]) -> Table:
     rows = tuple(
         (
-            name if measure == shown[0] else "", measure, number(of[measure].a), number(of[measure].b),
+            name if measure == shown[0] else "", LABELS[measure], number(of[measure].a), number(of[measure].b),
             "" if of[measure].ratio is None else f"{of[measure].ratio:.3f}", _between(of[measure].ratio_ci),
         )
         for name, of in changes.items()
@@ -382,7 +383,7 @@ def _table(title: str, changes: Mapping[str, Mapping[str, Contrast]], shown: Seq
         Column("", left=True), Column("of it", left=True), Column("A"), Column("B"), Column("B / A"),
         Column("95 % CI", left=True),
     )  # fmt: skip
-    return Table("compare", title, columns, rows)
+    return titled("compare", title, columns, rows)
 
 
 def _between(interval: Bounds | None) -> str:

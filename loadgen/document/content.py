@@ -210,7 +210,7 @@ Block = Text | Items | Code | Table | Chart
 
 class Section(Part, frozen=True):
     """A part of the document under a heading; `id` is its anchor. figures: the files that its charts are drawn into
-    together, by their names; the suffix says how. detail: a page alone shows it."""
+    together, by their names; the suffix says how. detail: a terminal does without it."""
 
     id: str
     title: str

@@ -20,7 +20,7 @@ def shown(text: str) -> str:
 
 
 def render(document: Document) -> str:
-    """The file's text: what is no detail, and the document's figures."""
+    """The file's text, with the document's figures."""
     lines = [f"# {shown(document.title)}", ""]
     if document.origin:
         lines += [f"> **{shown(made_by(document.origin))}**", ""]
@@ -28,8 +28,8 @@ def render(document: Document) -> str:
     for section in document.sections:
         blocks = [line for block in section.blocks for line in _block(block)]
         pictures = [line for name in section.figures[:1] if section.charts for line in _picture(section.title, name)]
-        if (blocks and not section.detail) or pictures:
-            lines += [f"## {shown(section.title)}", "", *([] if section.detail else blocks), *pictures]
+        if blocks or pictures:
+            lines += [f"## {shown(section.title)}", "", *blocks, *pictures]
     return "\n".join([*lines, shown(document.footer)]).rstrip() + "\n"
 
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
+from loadgen.document.content import Cell, Column, Table
 from training_probe import paper
 from training_probe.breakdown.attribution import (
     ACCUMULATION,
@@ -22,8 +23,7 @@ from training_probe.breakdown.attribution import (
 from training_probe.breakdown.run import Breakdown
 from training_probe.grid import PAPER_SEQ_LEN
 from training_probe.protocol import Part
-from training_probe.report import layout
-from training_probe.report.layout import Column, Table, exact
+from training_probe.report.layout import exact, known, titled
 
 PAPER = f"paper, {paper.GPUS} x {paper.LEADING}"
 ATTENTION: tuple[str, ...] = (
@@ -81,15 +81,15 @@ def title(of: Breakdown) -> str:
     return ", ".join([named, *(text for differs, text in more if differs)])
 
 
-def _ms(seconds: float | None) -> str:
-    return layout.known(None if seconds is None else 1000 * seconds)
+def _ms(seconds: float | None) -> Cell:
+    return known(None if seconds is None else 1000 * seconds)
 
 
-def _percent(part: float, whole: float) -> str:
+def _percent(part: float, whole: float) -> Cell:
     return exact(f"{100 * part / whole:.1f}", 100 * part / whole) if whole else ""
 
 
-def _known(value: float | None) -> str:
+def _known(value: float | None) -> Cell:
     return "" if value is None else exact(f"{value:g}", value)
 
 
@@ -118,7 +118,7 @@ def _passes(breakdowns: Sequence[Breakdown]) -> Table:
         "device): what no computation hides. On a CPU: the process's main thread, idle is where no operator runs.",
         *(_caption(each) for each in breakdowns),
     )
-    return Table("passes", "Passes of a step, as Tables V and VII", tuple(columns), tuple(rows), caption)
+    return titled("passes", "Passes of a step, as Tables V and VII", tuple(columns), tuple(rows), caption)
 
 
 def _caption(each: Breakdown) -> str:
@@ -148,7 +148,7 @@ def _parts(of: Breakdown) -> Table:
     windows: dict[str, Window] = {window.phase: window for window in attribution.windows}
     rows = []
     for part in PARTS:
-        cells: list[str] = []
+        cells: list[Cell] = []
         for phase in ("forward", "backward"):
             seconds = part_seconds(of, phase, part)
             cells += [_ms(seconds or None), _percent(seconds, windows[phase].overall_s) if seconds else ""]
@@ -180,7 +180,7 @@ def _parts(of: Breakdown) -> Table:
         caption = (*caption, "On a CPU a part's time has the Python between its operators in it.")
     rows = [row for row in rows if any(row[1:])]
     key = f"parts-{of.cell.name}"
-    return Table(key, f"Parts of the model, as Table VI: {title(of)}", tuple(columns), tuple(rows), caption)
+    return titled(key, f"Parts of the model, as Table VI: {title(of)}", tuple(columns), tuple(rows), caption)
 
 
 def _kinds(breakdowns: Sequence[Breakdown]) -> Table:
@@ -201,7 +201,7 @@ def _kinds(breakdowns: Sequence[Breakdown]) -> Table:
         "Sums of kernels, which may run at the same time: communication and memcpy whether hidden or not. "
         "Element-wise: all other computation, reductions and copies within the device among it.",
     )
-    return Table("kinds", "Kinds of kernels, as Table XIII", tuple(columns), tuple(rows), caption)
+    return titled("kinds", "Kinds of kernels, as Table XIII", tuple(columns), tuple(rows), caption)
 
 
 def _attention(breakdowns: Sequence[Breakdown]) -> Table:
@@ -219,7 +219,7 @@ def _attention(breakdowns: Sequence[Breakdown]) -> Table:
     columns = [Column("Cell", left=True), *(Column(head, "ms a layer") for head in ("forward", "backward"))]
     columns += [Column(head, f"{PAPER}, ms") for head in ("forward", "backward")]
     caption = (f"All of an attention module ({', '.join(ATTENTION)}), without what is recomputed.",)
-    return Table("attention", "Attention, as Table VIII", tuple(columns), tuple(rows), caption)
+    return titled("attention", "Attention, as Table VIII", tuple(columns), tuple(rows), caption)
 
 
 def _transfers(breakdowns: Sequence[Breakdown]) -> Table:
@@ -230,10 +230,10 @@ def _transfers(breakdowns: Sequence[Breakdown]) -> Table:
         columns += [Column(head, f"{name}, {PAPER}") for head in ("s", "%")]
     caption = ("Kernels of communication, and copies between host and device, over a whole step of rank 0.",)
     heading = "Memory copies and communication, as Tables XIV to XVI"
-    return Table("transfers", heading, tuple(columns), tuple(rows), caption)
+    return titled("transfers", heading, tuple(columns), tuple(rows), caption)
 
 
-def _transfer_row(each: Breakdown) -> Iterator[str]:
+def _transfer_row(each: Breakdown) -> Iterator[Cell]:
     attribution, known = _of(each), printed(each)
     yield title(each)
     for name in ("memcpy", "communication"):

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from loadgen.document.content import Cell, Column, Number, Table, cell_text
 from training_probe.flops import peak_flops
 from training_probe.micro.presets import TABLE_12
 from training_probe.paper import LEADING, SOURCE
 from training_probe.points import GB, Collective, Copy, Dtype, Gemm, Measured, Point, size_text
-from training_probe.report.layout import Column, Exact, Remarks, Table, exact
+from training_probe.report.layout import Remarks, exact, titled
 
 MS, US = 1e3, 1e6
 TERA = 1e12
@@ -59,12 +60,12 @@ def build(results: Sequence[Measured], device_name: str) -> list[Table]:
     return [make(chosen).without_empty() for make, chosen in of_kind if chosen]
 
 
-def _beside(number: str, result: Measured, remarks: Remarks) -> str:
+def _beside(number: Cell, result: Measured, remarks: Remarks) -> Cell:
     """The number, or a word for how the point ended, with its reason's mark."""
     if result.outcome == "ok" and not result.reason:
         return number
-    shown = (number or result.outcome) + remarks.mark(result.reason)
-    return exact(shown, number.value) if isinstance(number, Exact) else shown
+    shown = (cell_text(number) or result.outcome) + remarks.mark(result.reason)
+    return exact(shown, number.value) if isinstance(number, Number) else shown
 
 
 def _gemm(results: Sequence[Measured], device_name: str) -> Table:
@@ -98,7 +99,7 @@ def _gemm(results: Sequence[Measured], device_name: str) -> Table:
     without = sorted({result.point.dtype for result in results if isinstance(result.point, Gemm)} - set(known.catalog))
     if without and device_name != "CPU":
         caption.append(f"No peak from a data sheet is known here for {', '.join(without)} on {device_name}.")
-    return Table("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
+    return titled("micro-gemm", "Matrix products", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
 
 
 def _memcpy(results: Sequence[Measured]) -> Table:
@@ -115,7 +116,7 @@ def _memcpy(results: Sequence[Measured]) -> Table:
         caption.append("A copy within the device reads and writes: its memory moves twice as much.")
     if "h2h" in routes:
         caption.append("There is no GPU: these are copies within the host's memory.")
-    return Table("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
+    return titled("micro-memcpy", "Memory copies", columns, tuple(rows), tuple(caption), tuple(remarks.numbers))
 
 
 def _collectives(results: Sequence[Measured]) -> Table:
@@ -135,7 +136,7 @@ def _collectives(results: Sequence[Measured]) -> Table:
         ]  # fmt: skip
     rows = []
     for name, size in keys:
-        row = [name, size_text(size)]
+        row: list[Cell] = [name, size_text(size)]
         for each in by_way.values():
             there = each.get((name, size))
             row += _collective(there, remarks) if there else [""] * 5
@@ -144,12 +145,12 @@ def _collectives(results: Sequence[Measured]) -> Table:
         f"{' and '.join(map(str, sorted(ranks)))} ranks, fp32; a time is the slowest rank's.",
         "Sizes, algorithm and bus bandwidth as nccl-tests defines them.",
     )
-    return Table(
+    return titled(
         "micro-collectives", "Collectives", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers)
     )
 
 
-def _collective(result: Measured, remarks: Remarks) -> list[str]:
+def _collective(result: Measured, remarks: Remarks) -> list[Cell]:
     times = _times(result, US)[:3]
     return [*times, _beside(_number(result.bytes_per_s, GB), result, remarks), _number(result.bus_bytes_per_s, GB)]
 
@@ -158,7 +159,7 @@ def _time_columns(unit: str) -> tuple[Column, ...]:
     return Column(unit), Column("10 %"), Column("90 %"), Column("n")
 
 
-def _times(result: Measured, unit: float) -> tuple[str, str, str, str]:
+def _times(result: Measured, unit: float) -> tuple[Cell, Cell, Cell, Cell]:
     """Median, tenth and ninetieth percentile in the unit, and how many samples; nothing of a point that is not ok."""
     if result.outcome != "ok":
         return "", "", "", ""
@@ -166,11 +167,11 @@ def _times(result: Measured, unit: float) -> tuple[str, str, str, str]:
     return _scaled(result.median_s, unit), _scaled(result.p10_s, unit), _scaled(result.p90_s, unit), samples
 
 
-def _scaled(seconds: float | None, unit: float) -> str:
+def _scaled(seconds: float | None, unit: float) -> Cell:
     return "" if seconds is None else exact(_figures(seconds * unit), seconds * unit)
 
 
-def _number(value: float | None, unit: float) -> str:
+def _number(value: float | None, unit: float) -> Cell:
     return "" if value is None else exact(_figures(value / unit), value / unit)
 
 
@@ -179,5 +180,5 @@ def _figures(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
 
 
-def _percent(ratio: float | None) -> str:
+def _percent(ratio: float | None) -> Cell:
     return "" if ratio is None else exact(f"{100 * ratio:.1f}", 100 * ratio)

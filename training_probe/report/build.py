@@ -15,14 +15,14 @@ from typing import Any, get_args
 import msgspec
 
 from backends.untrusted import is_cut, read_json
-from loadgen.document.content import Tone
+from loadgen.document.content import Column, Table, Tone
 from loadgen.report.finding import Finding
 from training_probe import paper
 from training_probe.findings import Verdict, of_cells, sentence, verdict_of
 from training_probe.grid import LETTERS, Method
 from training_probe.report import charts, tables
 from training_probe.report.document import Document, ReportError
-from training_probe.report.layout import Column, Table, known
+from training_probe.report.layout import known, titled
 from training_probe.results import GIB, CellResult, Outcome
 
 SCHEMA = "training_probe.report/1"
@@ -350,7 +350,7 @@ def _letters(results: Sequence[CellResult]) -> Table:
     used = {letter for result in results for letter in result.method.split("+")}
     rows = tuple((letter, means) for letter, means in LETTERS.items() if letter in used)
     columns = (Column("letter", left=True), Column("meaning", left=True))
-    return Table("letters", "Letters of the methods", columns, rows)
+    return titled("letters", "Letters of the methods", columns, rows)
 
 
 def _searched(results: Sequence[CellResult]) -> Table:
@@ -360,7 +360,7 @@ def _searched(results: Sequence[CellResult]) -> Table:
         for each in results for attempt in each.search
     )  # fmt: skip
     columns = (Column("cell", left=True), Column("sequences a GPU"), Column("outcome"), Column("allocated, GiB"))
-    return Table("searched", "Searches for the largest batch", columns, rows)
+    return titled("searched", "Searches for the largest batch", columns, rows)
 
 
 def _gib(size_bytes: int | None) -> float | None:
@@ -373,7 +373,7 @@ def _failed(results: Sequence[CellResult]) -> Table:
         for each in results if each.state != "ok"
     )  # fmt: skip
     columns = tuple(Column(head, left=True) for head in ("cell", "outcome", "reason", "log"))
-    return Table("failed", "Cells without a valid number", columns, rows)
+    return titled("failed", "Cells without a valid number", columns, rows)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

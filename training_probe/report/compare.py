@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from backends.untrusted import escaped
-from loadgen.document.content import number
+from loadgen.document.content import Column, Table, number
 from loadgen.report.contrast import SAME, ratio_interval
-from training_probe.report.layout import Column, Table, text
+from training_probe.report.layout import titled
 from training_probe.results import CellResult
 
 NOTES = (
@@ -60,13 +59,6 @@ class Comparison:
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
-    def text(self, width: int) -> str:
-        """For a terminal of `width` columns: nothing in it that a terminal obeys."""
-        parts = ["\n".join(map(escaped, self.sides)), text(self.table, width).rstrip("\n")]
-        for heading, lines in self.lists.items():
-            parts.append("\n".join([f"{heading}:", *(escaped(f"  {line}") for line in lines)]))
-        return "\n\n".join([*parts, "\n".join(self.notes)]).rstrip("\n") + "\n"
-
 
 def sweeps(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b: str) -> Comparison:
     in_a, in_b = ({result.cell: result for result in each} for each in (a, b))
@@ -79,7 +71,7 @@ def sweeps(a: Sequence[CellResult], b: Sequence[CellResult], name_a: str, name_b
     }
     return Comparison(
         sides=[_sweep("A", name_a, a), _sweep("B", name_b, b), *_versions(a, b)],
-        table=Table("compare", "Cells in both", COLUMNS, tuple(row(*pair) for pair in both), caption=(ONE_RUN,)),
+        table=titled("compare", "Cells in both", COLUMNS, tuple(row(*pair) for pair in both), below=(ONE_RUN,)),
         lists={heading: lines for heading, lines in lists.items() if lines},
         notes=NOTES,
     )

@@ -7,20 +7,15 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import fill
-from urllib.parse import quote
 
 import msgspec
 
 from backends.exit_codes import UserError
-from backends.untrusted import escaped
 from loadgen import rundir
-from loadgen.document import content, html
-from loadgen.document.content import Section, Tone
+from loadgen.document import content, html, markdown, terminal
+from loadgen.document.content import Section, Table, Tone
 from loadgen.report.build import NO_MEMORY, no_memory
-from loadgen.report.text import markdown_text
 from training_probe.report import layout
-from training_probe.report.layout import Table
 
 PERFETTO = "https://ui.perfetto.dev"
 
@@ -56,46 +51,30 @@ class Document:
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def sentences(self) -> list[str]:
-        return [self.verdict, *self.findings, *self.facts]
-
-    @property
     def origin(self) -> str:
         """What made the numbers."""
         run, version = (str(value or "unknown") for value in (self.run_id, self.version))
         return f"Run {run}, llm-dissect {version}."
 
     def text(self, width: int) -> str:
-        """For a terminal of `width` columns: plain text, nothing in it that a terminal obeys."""
-        head = [fill(escaped(line), width) for line in (self.title, "", *self.sentences)]
-        return "\n".join([*head, "", *(layout.text(table, width) for table in self.tables)])
+        """For a terminal of `width` columns."""
+        return terminal.render(self.page(), width)
 
-    def markdown(self, pictures: Mapping[str, str]) -> str:
-        """report.md. pictures: file -> what it shows."""
-        lines = [f"# {markdown_text(self.title)}", "", *(f"- {markdown_text(each)}" for each in self.sentences)]
-        lines += [
-            f"- {markdown_text(name)}: [trace]({quote(file)}), which <{PERFETTO}> opens"
-            for name, file in self.traces.items()
-        ]
-        lines += ["", *map(layout.markdown, self.tables)]
-        if pictures:
-            lines += ["## Figures", ""]
-        for file, shows in pictures.items():
-            lines += [f"![{markdown_text(shows)}]({file})", ""]
-        return "\n".join([*lines, *map(layout.markdown, self.after), markdown_text(self.origin)]) + "\n"
-
-    def page(self, directory: Path) -> content.Document:
-        """report.html's content. directory: where the measurement lies, and the page will."""
+    def page(self, directory: Path | None = None) -> content.Document:
+        """What pages and texts show. directory: where the measurement lies; without one there are no charts."""
         findings = [content.Text(text=finding, tone="warning") for finding in self.findings]
+        rows = [(name, text) for name, text in self.measured.items() if text]
+        measured = content.Table(("what", "as measured"), rows, numeric=False)
         sections = [
-            Section(id="findings", title="Findings", blocks=findings),
-            Section(id="tables", title="Tables", blocks=self._tables()),
-            *self.charts(directory),
-            Section(id="traces", title="Traces", blocks=self._traces(directory) if self.traces else []),
-            *map(layout.section, self.after),
-            Section(id="measured", title="What was measured, on what", blocks=[self._measured(), *self._facts()]),
-            Section(id="repeat", title="Command, and how to repeat it", blocks=[*repeated(self.argv)]),
-        ]
+            Section("findings", "Findings", findings),
+            Section("facts", "How it was measured", [content.Text(fact) for fact in self.facts]),
+            Section("tables", "Tables", self.tables),
+            *(() if directory is None else self.charts(directory)),
+            Section("traces", "Traces", [self._traces(directory)] if self.traces else [], detail=True),
+            *(Section(table.id, table.caption, [table], detail=True) for table in self.after),
+            Section("measured", "What was measured, on what", [measured], detail=True),
+            Section("repeat", "Command, and how to repeat it", [*repeated(self.argv)], detail=True),
+        ]  # fmt: skip
         return content.Document(
             title=self.title,
             verdict=self.verdict,
@@ -105,39 +84,28 @@ class Document:
             footer=self.origin,
         )
 
-    def _tables(self) -> list[content.Block]:
-        return [block for table in self.tables for block in layout.blocks(table, table.title)]
-
-    def _measured(self) -> content.Table:
-        rows = [(name, text) for name, text in self.measured.items() if text]
-        return content.Table(headers=("what", "as measured"), rows=rows, numeric=False)
-
-    def _facts(self) -> list[content.Text]:
-        return [content.Text(text=fact) for fact in self.facts]
-
-    def _traces(self, directory: Path) -> list[content.Table]:
+    def _traces(self, directory: Path | None) -> content.Table:
         rows = [
-            (name, content.Link(text=file, href=f"./{file}") if (directory / file).is_file() else file)
+            (name, content.Link(file, f"./{file}") if directory and (directory / file).is_file() else file)
             for name, file in self.traces.items()
         ]
-        return [content.Table(headers=("cell", f"trace, which {PERFETTO} opens"), rows=rows, numeric=False)]
+        return content.Table(("cell", f"trace, which {PERFETTO} opens"), rows, numeric=False)
 
     def write(self, directory: Path) -> None:
         """Writes all of it into the directory, replacing earlier ones; the figures when the numbers are safe. Raises
         ReportError."""
         encoded = msgspec.json.format(msgspec.json.encode(self.report), indent=2) + b"\n"
-        texts = {**self.files, "tables.tex": layout.latex_file(self.tables), "report.md": self.markdown({})}
+        page = self.page(directory)
+        texts = {**self.files, "tables.tex": layout.latex_file(self.tables), "report.md": markdown.render(page)}
         try:
             rundir.replace(directory / "report.json", encoded)
             for name, text in texts.items():
                 rundir.replace(directory / name, text.encode())
-            page = self.page(directory)
             write_page(directory / "report.html", page)
             if page.figures:
                 from loadgen.document import figure  # after the numbers are safe
 
                 figure.write(page, directory)
-            rundir.replace(directory / "report.md", self.markdown(dict(page.figures)).encode())
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
         except NO_MEMORY as error:

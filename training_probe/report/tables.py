@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backends.untrusted import escaped
-from loadgen.document.content import number
+from loadgen.document.content import Cell, Column, Number, Table, number
 from training_probe import paper
 from training_probe.grid import beyond_letters
 from training_probe.paper import PaperRow, TableName
-from training_probe.report.layout import Column, Exact, Remarks, Table, exact, known
+from training_probe.report.layout import Remarks, exact, known, titled
 from training_probe.results import SHARED, CellResult
 
 OOM = "-"
@@ -125,7 +125,7 @@ def _of_paper(table: TableName, tried: Matched) -> Table:
     remarks = Remarks()
     rows = []
     for line, ours in tried.items():
-        row = [line.model.upper(), line.label]
+        row: list[Cell] = [line.model.upper(), line.label]
         for platform in platforms:
             row += _printed(line.printed[platform], with_batch, remarks)
         for each in machines:
@@ -139,7 +139,7 @@ def _of_paper(table: TableName, tried: Matched) -> Table:
         columns += [Column(head, str(each)) for head in _heads(each, with_batch)]
     title = f"As Table {table} of {paper.SOURCE}: {paper.TITLES[table]}"
     caption = _caption(table, machines)
-    return Table(f"table-{table}", title, tuple(columns), tuple(rows), caption, tuple(remarks.numbers))
+    return titled(f"table-{table}", title, tuple(columns), tuple(rows), caption, tuple(remarks.numbers))
 
 
 def _heads(each: MachineColumns, with_batch: bool) -> list[str]:
@@ -148,18 +148,18 @@ def _heads(each: MachineColumns, with_batch: bool) -> list[str]:
     return [*batch, "Tokens/s (std)", *share, f"/ {paper.LEADING}", "M alloc.", "M res."]
 
 
-def _printed(row: PaperRow, with_batch: bool, remarks: Remarks) -> list[str]:
-    batch = [row.batch_label] if with_batch else []
+def _printed(row: PaperRow, with_batch: bool, remarks: Remarks) -> list[Cell]:
+    batch: list[Cell] = [row.batch_label] if with_batch else []
     if row.tokens_per_s is None or row.memory_gb is None:
         return [*batch, OOM + remarks.mark(row.note), OOM]
     spread = "" if row.std is None else f" ({row.std:g})"
     speed_text = f"{row.tokens_per_s:,.10g}{spread}{remarks.mark(row.note)}"
-    return [*batch, Exact(speed_text, row.tokens_per_s), Exact(f"{row.memory_gb:g}", row.memory_gb)]
+    return [*batch, Number(speed_text, row.tokens_per_s), Number(f"{row.memory_gb:g}", row.memory_gb)]
 
 
 def _measured(
     result: CellResult | None, on: MachineColumns, beside: PaperRow, with_batch: bool, remarks: Remarks
-) -> list[str]:
+) -> list[Cell]:
     """Blank where the cell was not tried."""
     if result is None:
         return [""] * len(_heads(on, with_batch))
@@ -170,9 +170,9 @@ def _measured(
     return [*batch, speed(result, remarks, oom=OOM), *share, known(ratio), *memory]
 
 
-def _batch(result: CellResult, remarks: Remarks) -> str:
+def _batch(result: CellResult, remarks: Remarks) -> Cell:
     limited = "the search ended here (--max-micro-batch); more may fit" if result.search_was_limited else ""
-    return "" if result.batch_size is None else Exact(f"{result.batch_size}{remarks.mark(limited)}", result.batch_size)
+    return "" if result.batch_size is None else Number(f"{result.batch_size}{remarks.mark(limited)}", result.batch_size)
 
 
 def ratio_to(result: CellResult, row: PaperRow) -> float | None:
@@ -208,7 +208,7 @@ def row_name(line: Line, ours: Sequence[CellResult]) -> str:
     return f"{line.label} s{line.leading.seq_len} b{here if here == theirs else f'{here}/{theirs}'}"
 
 
-def speed(result: CellResult, remarks: Remarks, oom: str) -> str:
+def speed(result: CellResult, remarks: Remarks, oom: str) -> Cell:
     """Tokens/s with its deviation, or the word for what happened instead, with its remark."""
     if result.outcome == "oom":
         return oom if oom == OOM else oom + remarks.mark(result.reason)
@@ -260,7 +260,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
         shares = (None if ratio is None else 100 * ratio for ratio in (result.mfu_ratio, result.hfu_ratio))
         rows.append((
             paper.model_name(result.model), result.task, engine(result), result.method,
-            Exact(str(result.gpus), result.gpus), _batch(result, remarks), Exact(str(result.seq_len), result.seq_len),
+            Number(str(result.gpus), result.gpus), _batch(result, remarks), Number(str(result.seq_len), result.seq_len),
             speed(result, remarks, oom="OOM"), *map(known, shares),
             known(result.step_ms), known(result.forward_ms), known(result.backward_ms), known(result.optimizer_ms),
             known(result.predicted_memory_gb), known(result.peak_memory_gb), known(result.peak_reserved_gb),
@@ -272,7 +272,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
-    table = Table("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
+    table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
 
 

@@ -98,8 +98,9 @@ def test_empty_columns_and_sections_are_left_out() -> None:
     shown = document(Text("a fact"))
     for render in (markdown.render, lambda of: terminal.render(of, 80)):
         assert "Numbers" in render(shown) and "Numbers" not in render(document())
-        detail = Document("t", "v", [Section("s", "Numbers", [Text("a fact")], detail=True)])
-        assert "a fact" not in render(detail) and "a fact" in html.render(detail)
+    detail = Document("t", "v", [Section("s", "Numbers", [Text("a fact")], detail=True)])
+    assert "a fact" not in terminal.render(detail, 80)
+    assert "a fact" in markdown.render(detail) and "a fact" in html.render(detail)
 
 
 @pytest.mark.parametrize("origin", ["emulated", "predicted"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.document.content import Table
 from training_probe import paper
 from training_probe.breakdown import report as breakdown_report
 from training_probe.breakdown import tables
@@ -15,7 +16,6 @@ from training_probe.breakdown.attribution import Attribution, Share, Window
 from training_probe.breakdown.run import Breakdown
 from training_probe.cli import invoke
 from training_probe.grid import Cell, cell
-from training_probe.report import layout
 from training_probe.results import BREAKDOWN_FILE
 
 
@@ -48,16 +48,16 @@ def traced(of: Cell, outcome: str = "ok") -> Breakdown:
 NAIVE = cell("Naive", model="7b", gpus=4, micro_batch=2)
 
 
-def column(table: layout.Table, head: str, group: str = "") -> list[str]:
+def column(table: Table, head: str, group: str = "") -> list[str]:
     at = next(at for at, each in enumerate(table.columns) if each.head == head and group in each.group)
-    return [row[at] for row in table.rows]
+    return [row[at] for row in table.texts()]
 
 
 def test_the_papers_numbers_stand_beside_its_own_cell() -> None:
     passes, parts, kinds, attention, transfers = tables.build([traced(NAIVE)])
     assert column(passes, "overall") == ["30.00", "60.00", "10.00"]
     assert column(passes, "ms", "paper") == ["75", "250", "193.9"]  # Table V
-    by_part = {row[0]: row for row in parts.rows}
+    by_part = {row[0]: tuple(row) for row in parts.texts()}
     assert by_part["QKV"][1:] == ("12.00", "40.0", "20.00", "33.3", "", "9.92", "13.2", "36.26", "14.5")  # Table VI
     assert by_part["MLP"][1:6] == ("12.00", "40.0", "16.00", "26.7", "12.00")
     assert by_part["communication, not hidden"][1:] == ("3.00", "10.0", "6.00", "10.0", "", "", "", "38.76", "15.5")
@@ -105,7 +105,7 @@ def test_what_only_names_told_is_said() -> None:
     each = traced(NAIVE)
     assert each.attribution is not None
     guessed = msgspec.structs.replace(each, attribution=msgspec.structs.replace(each.attribution, by_name_ratio=0.031))
-    said = [" ".join(tables.build([of])[0].caption) for of in (each, guessed)]
+    said = [" ".join(tables.build([of])[0].below) for of in (each, guessed)]
     assert "names alone" not in said[0] and "the kind of 3.1 % told by kernels' names alone" in said[1]
 
 
@@ -126,14 +126,14 @@ def test_what_others_wrote_is_no_link(tmp_path: Path) -> None:
     hostile = msgspec.structs.replace(traced(NAIVE), trace="javascript:x) <img src=y>", platform="$\\frac{ <b>|")
     breakdown_report.document([hostile], {"platform": 3, "run_id": ["r"]}).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    assert "javascript:" not in page and "<img" not in page and "<b>" not in page
+    assert "](javascript:" not in page and "<img" not in page and "<b>" not in page
 
 
 def test_a_directory_in_which_nothing_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / BREAKDOWN_FILE).write_bytes(msgspec.json.encode(traced(NAIVE))[:200])  # killed while it wrote
     assert invoke(["report", str(tmp_path)]) == 3
     shown = " ".join(capsys.readouterr().err.split())
-    assert "No cell was traced to its end. The last line of breakdown.jsonl is cut" in shown
+    assert "No cell was traced to its end. Findings: The last line of breakdown.jsonl is cut" in shown
     assert "No cell was traced to its end." in (tmp_path / "report.md").read_text()
 
 

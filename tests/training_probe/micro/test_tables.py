@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.document.content import Table
 from training_probe.flops import peak_flops
 from training_probe.micro import presets, tables
 from training_probe.micro import report as micro_report
@@ -29,7 +30,6 @@ from training_probe.points import (
     size_text,
     whole_elements,
 )  # fmt: skip
-from training_probe.report import layout
 
 H200 = "NVIDIA H200"
 
@@ -74,14 +74,14 @@ def test_a_wrong_collective_is_no_result() -> None:
     result = measured(point, [1.0, 1.0], 1, correct=False)
     assert result.outcome == "wrong" and result.bytes_per_s is None and result.bus_bytes_per_s is None
     (table,) = tables.build([result], H200)
-    assert table.rows == (("reduce", "8 B", "wrong [1]"),)  # no time either
-    assert cells(table, "algbw GB/s") == ["wrong [1]"] and table.notes == ("the result is not what it must be",)
+    assert [*map(tuple, table.texts())] == [("reduce", "8 B", "wrong [1]")]  # no time either
+    assert cells(table, "algbw GB/s") == ["wrong [1]"] and tuple(table.notes) == ("the result is not what it must be",)
 
 
 def test_a_remark_stands_beside_its_number() -> None:
     result = measured(Copy(route="d2d", size_bytes=10**9), [0.5, 0.5], 1, remark="too late")
     (table,) = tables.build([result], H200)
-    assert cells(table, "GB/s") == ["2.000 [1]"] and table.notes == ("too late",)
+    assert cells(table, "GB/s") == ["2.000 [1]"] and tuple(table.notes) == ("too late",)
 
 
 @given(st.integers(1, 1 << 36), st.integers(2, 64))
@@ -164,9 +164,9 @@ def test_sizes_as_shown() -> None:
 # Tables and reports.
 
 
-def cells(table: layout.Table, head: str) -> list[str]:
+def cells(table: Table, head: str) -> list[str]:
     place = [column.head for column in table.columns].index(head)
-    return [row[place] for row in table.rows]
+    return [row[place] for row in table.texts()]
 
 
 def test_gemm_table() -> None:
@@ -177,10 +177,10 @@ def test_gemm_table() -> None:
     assert cells(table, "data sheet") == ["50.0"] * 3 + [""]
     assert cells(table, "measured") == ["100.0"] * 3 + [""]
     assert cells(table, "TFLOP/s") == ["494.7"] * 3 + ["unsupported [1]"]
-    assert table.notes == ("M must be > 16",)
+    assert tuple(table.notes) == ("M must be > 16",)
     paper = [column.group for column in table.columns].index("A800, Table XII")
-    assert [row[paper : paper + 2] for row in table.rows[1:3]] == [("0.289", "66.6"), ("3.870", "79.4")]
-    assert any("2311.03687" in sentence for sentence in table.caption)
+    assert [tuple(row[paper : paper + 2]) for row in table.texts()[1:3]] == [("0.289", "66.6"), ("3.870", "79.4")]
+    assert any("2311.03687" in sentence for sentence in table.below)
 
 
 def test_shares_are_of_the_fastest_product() -> None:
@@ -189,16 +189,16 @@ def test_shares_are_of_the_fastest_product() -> None:
     (table,) = tables.build([at(large, large.flops / 40e12), at(other, other.flops / 50e12)], H200)
     assert cells(table, "measured") == ["80.0", "100.0"]
     assert "data sheet" not in [column.head for column in table.columns]
-    assert not any("2311.03687" in sentence for sentence in table.caption)
+    assert not any("2311.03687" in sentence for sentence in table.below)
 
 
 def test_collectives_table_sets_p2p_side_by_side() -> None:
     on, off = (Collective(name="allgather", size_bytes=1 << 30, ranks=4, p2p=way) for way in (True, False))
     (table,) = tables.build([at(on, 0.001), at(off, 0.01)], H200)
-    assert len(table.rows) == 1
+    assert len(table.texts()) == 1
     assert [group for group, _ in table.groups()] == ["", "P2P on", "P2P off"]
     busbw = [at for at, column in enumerate(table.columns) if column.head == "busbw GB/s"]
-    assert [table.rows[0][place] for place in busbw] == ["805.3", "80.53"]
+    assert [table.texts()[0][place] for place in busbw] == ["805.3", "80.53"]
 
 
 def manifest(points: list[Any], **more: Any) -> MicroManifest:

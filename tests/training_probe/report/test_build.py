@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadgen.document import markdown
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import cli
 from training_probe.protocol import TIMELINE_FILE, Timeline
@@ -104,7 +105,7 @@ def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
 
 def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
     found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
-    text = build.document(found, {"run_id": HOSTILE}).markdown({})
+    text = markdown.render(build.document(found, {"run_id": HOSTILE}).page())
     assert "## Cells without a valid number" in text
     assert "a/b\\_log.txt" in text
     assert "\x1b" not in text and "<b>" not in text

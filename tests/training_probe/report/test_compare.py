@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadgen.document import terminal
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import compare as measurements
 from training_probe.report import compare
@@ -16,6 +17,10 @@ from training_probe.results import CellResult, ResultsError, append
 
 # Of the columns of a row; those of speeds by their own alone.
 HEADS = [f"{column.group} {column.head}" if "GiB" in column.group else column.head for column in compare.COLUMNS]
+
+
+def text_of(comparison: compare.Comparison, width: int) -> str:
+    return terminal.render(measurements.Compared("Training", comparison, dict(measurements.SPEEDS)).page([], []), width)
 
 
 def of_runs(*runs: float) -> CellResult:
@@ -31,7 +36,7 @@ def test_a_sweep_does_not_differ_from_itself() -> None:
     row = dict(zip(HEADS, compare.row(found[0], found[0]), strict=True))
     assert row["B / A"] == "1.000" and row["shows"] == compare.SAME
     assert row["allocated GiB B - A"] == row["reserved GiB B - A"] == "0.000"
-    text = compare.sweeps(found, found, "A", "B").text(160)
+    text = text_of(compare.sweeps(found, found, "A", "B"), 160)
     assert "Ended differently" not in text and "Only in" not in text
 
 
@@ -71,11 +76,11 @@ def test_runs_without_any_spread_have_a_point_for_an_interval() -> None:
 def test_what_changed_and_what_is_missing_is_named() -> None:
     a = [result("Z3"), result("Z2", outcome="oom", reason="no room"), result("Q"), result("R", gpus=4)]
     b = [result("Z3", said={"valid": False}), result("Z2", 5000.0), result("R", gpus=2)]
-    lines = compare.sweeps(a, b, "A", "B").text(160).splitlines()
+    lines = text_of(compare.sweeps(a, b, "A", "B"), 160).splitlines()
     changed, only_a, only_b = (lines.index(head) for head in ("Ended differently:", "Only in A:", "Only in B:"))
-    assert lines[changed + 1 : only_a] == [f"  {a[0].cell}: ok | invalid", f"  {a[1].cell}: oom (no room) | ok", ""]
-    assert lines[only_a + 1 : only_b] == [f"  {a[2].cell}", f"  {a[3].cell}", ""]
-    assert lines[only_b + 1 : lines.index("", only_b)] == [f"  {b[2].cell}"]
+    assert lines[changed + 2 : only_a] == [f"{a[0].cell}: ok | invalid", f"{a[1].cell}: oom (no room) | ok", ""]
+    assert lines[only_a + 2 : only_b] == [a[2].cell, a[3].cell, ""]
+    assert lines[only_b + 2 : lines.index("", only_b + 2) if "" in lines[only_b + 2 :] else None] == [b[2].cell]
     row = dict(zip(HEADS, compare.row(a[0], b[0]), strict=True))
     assert row["B / A"] == ""  # an invalid speed is compared with nothing
 
@@ -87,12 +92,12 @@ def test_memory_is_b_minus_a_and_another_searched_batch_is_shown() -> None:
     assert row["allocated GiB B - A"] == "15.50"
     assert row["reserved GiB B - A"] == "-"
     assert "(BS 16 -> 32)" in row["cell"]
-    assert "(BS 16 -> 32)" in compare.sweeps([a], [b], "A", "B").text(160)
+    assert "(BS 16 -> 32)" in text_of(compare.sweeps([a], [b], "A", "B"), 160)
 
 
 def test_text_from_elsewhere_is_not_obeyed() -> None:
     a, b = result(model="x\x1b[2J"), result(model="x\x1b[2J", outcome="crashed", reason=HOSTILE)
-    text = compare.sweeps([a], [b], HOSTILE, "B").text(120)
+    text = text_of(compare.sweeps([a], [b], HOSTILE, "B"), 120)
     assert "\x1b" not in text and "\r" not in text and "\u202e" not in text
 
 
@@ -101,12 +106,12 @@ def test_versions_that_differ_are_said() -> None:
         result(said={"versions": {"torch": "2.11", "numpy": "2"}}),
         result(said={"versions": {"torch": "2.13", "numpy": "2"}}),
     )
-    text = compare.sweeps([a], [b], "A", "B").text(120)
+    text = text_of(compare.sweeps([a], [b], "A", "B"), 120)
     assert "only A: torch 2.11\n" in text and "only B: torch 2.13\n" in text
 
 
 def test_directories_are_read_and_a_missing_one_is_a_sentence(tmp_path: Path) -> None:
     append(tmp_path, of_runs(1, 2))
-    assert f"A: {tmp_path}, 1 cells" in measurements.compare(tmp_path, tmp_path).as_text.text(200)
+    assert f"A: {tmp_path}, 1 cells" in text_of(measurements.compare(tmp_path, tmp_path).as_text, 200)
     with pytest.raises(ResultsError, match="cannot read"):
         measurements.compare(tmp_path, tmp_path / "none")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.document import markdown, terminal
+from loadgen.document.content import Column, Table
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import paper
 from training_probe.report import layout, tables
-from training_probe.report.layout import Column, Table
 from training_probe.results import Attempt, CellResult
 
 
@@ -21,11 +22,11 @@ def shown(table: Table, row: int = 0) -> dict[str, str]:
     """One row by `group: head`."""
     heads = [f"{column.group}: {column.head}" if column.group else column.head for column in table.columns]
     assert len(set(heads)) == len(heads)
-    return dict(zip(heads, table.rows[row], strict=True))
+    return dict(zip(heads, table.texts()[row], strict=True))
 
 
 def only(results: list[CellResult], key: str) -> Table:
-    found = [table for table in tables.build(results) if table.key == key]
+    found = [table for table in tables.build(results) if table.id == key]
     assert len(found) == 1
     return found[0]
 
@@ -48,8 +49,8 @@ def test_other_numbers_of_gpus_are_compared_per_gpu_and_the_caption_says_so() ->
     assert row["NVIDIA H200, 2 GPUs: per GPU"] == "4,000"
     assert float(row["NVIDIA H200, 2 GPUs: / A800"]) == pytest.approx((8000 / 2) / (5491.4 / 8), rel=1e-2)
     assert row["NVIDIA H200, 1 GPU: per GPU"] == "3,000"
-    assert any("have 8 GPUs, this machine 1 (NVIDIA H200) and 2 (NVIDIA H200)" in each for each in table.caption)
-    assert not any("this machine" in each for each in only([result()], "table-III").caption)
+    assert any("have 8 GPUs, this machine 1 (NVIDIA H200) and 2 (NVIDIA H200)" in each for each in table.below)
+    assert not any("this machine" in each for each in only([result()], "table-III").below)
 
 
 def test_out_of_memory_is_a_dash_and_other_ends_are_words_with_reasons() -> None:
@@ -65,7 +66,7 @@ def test_out_of_memory_is_a_dash_and_other_ends_are_words_with_reasons() -> None
     assert [shown(table, row)[ours] for row in range(5)] == [
         "-", "timeout [1]", "crashed [2]", "crashed [2]", "500.0 (12.50) INVALID [3]",
     ]  # fmt: skip
-    assert table.notes == ("nothing for 600 s", "signal 11", tables.UNSOUND)
+    assert tuple(table.notes) == ("nothing for 600 s", "signal 11", tables.UNSOUND)
     assert shown(table, 4)["NVIDIA H200, 8 GPUs: / A800"] == ""
     assert shown(table)["RTX4090: Tokens/s (std)"] == "-"
     everything = only(found, "cells")
@@ -98,7 +99,7 @@ def test_a_search_that_met_no_limit_but_its_own_is_marked() -> None:
 
 def test_a_cell_of_two_tables_is_in_both() -> None:
     found = [result("Naive"), result("Z1", engine="megatron", micro_batch=4)]
-    made = {table.key: table for table in tables.build(found)}
+    made = {table.id: table for table in tables.build(found)}
     assert list(made) == ["table-II", "table-III", "cells"]
     assert [row[1] for row in made["table-II"].rows] == ["Megatron", "DeepSpeed"]
     assert shown(made["table-II"])["A800: BS"] == "32 global"
@@ -113,7 +114,7 @@ def test_a_cell_of_two_tables_is_in_both() -> None:
     ],
 )  # fmt: skip
 def test_what_the_paper_did_not_run_is_not_set_beside_it(other: dict[str, object]) -> None:
-    assert [table.key for table in tables.build([result("Z3", **other)])] == ["cells"]
+    assert [table.id for table in tables.build([result("Z3", **other)])] == ["cells"]
 
 
 def test_every_preset_cell_finds_its_row() -> None:
@@ -151,18 +152,18 @@ def hostile() -> Table:
 
 
 def test_the_terminal_obeys_nothing() -> None:
-    text = layout.text(hostile(), 200)
+    text = "\n".join(terminal.table(hostile(), 200))
     assert "\x1b" not in text and "\r" not in text and "\u202e" not in text
     assert "\\x1b[31mred\\r\\nrow" in text
 
 
 def test_markdown_keeps_its_columns_whatever_stands_in_them() -> None:
     table = hostile()
-    lines = [line for line in layout.markdown(table).splitlines() if line.startswith("|")]
+    lines = [line for line in "\n".join(markdown.table(table)).splitlines() if line.startswith("|")]
     assert len(lines) == len(table.rows) + 2
     for line in lines:
         assert len(re.findall(r"(?<!\\)\|", line)) == len(table.columns) + 1
-    text = layout.markdown(table)
+    text = "\n".join(markdown.table(table))
     assert "<b>" not in text and "](m)" not in text.replace("\\](m)", "")
 
 
@@ -189,7 +190,7 @@ def test_no_text_opens_a_group_or_a_command_in_latex(text: str) -> None:
 
 def test_a_narrow_terminal_loses_the_papers_other_platforms_first_and_says_so() -> None:
     table = only([result("Z3")], "table-III")
-    wide, narrow = layout.text(table, 300), layout.text(table, 110)
+    wide, narrow = ("\n".join(terminal.table(table, width)) for width in (300, 110))
     assert "RTX4090" in wide and "Left out" not in wide
     assert max(map(len, narrow.splitlines())) <= 110
     assert "A800 --" in narrow and "NVIDIA H200, 8 GPUs --" in narrow
@@ -200,10 +201,10 @@ def test_a_narrow_terminal_loses_the_papers_other_platforms_first_and_says_so() 
 
 
 def test_columns_are_as_wide_as_a_long_heading_over_them() -> None:
-    table = Table("k", "T", (Column("a", left=True), Column("b", "a very long heading")), (("x", "1"),))
-    lines = layout.text(table, 80).splitlines()
-    assert lines[2] == "   a very long heading"
-    assert lines[4] == "x" + "1".rjust(2 + len("a very long heading"))
+    table = Table((Column("a", left=True), Column("b", "a very long heading")), (("x", "1"),))
+    lines = [*terminal.table(table, 80)]
+    assert lines[0] == "   a very long heading"
+    assert lines[2] == "x" + "1".rjust(2 + len("a very long heading"))
 
 
 def test_csv_has_the_papers_numbers_and_ours_and_no_formulas() -> None:
