@@ -37,6 +37,8 @@ TINY = LlamaShape(
 PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
 LAPTOP_PROCESSES = 2
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 100, 1)  # warm-up, timed, runs
+CPU_INFO = Path("/proc/cpuinfo")
+SLOW_LAPTOP_STEPS = (2, 20, 1)  # a CPU that emulates bf16 takes twenty times as long for a product
 CPU_PARAMETERS = 1e9  # a model with more takes a CPU minutes a step and all memory of a laptop
 MAX_NODES = 1024
 TYPE_FILES = ("configuration_auto.py", "auto_mappings.py")  # where transformers 4 and 5 list what they build
@@ -244,14 +246,26 @@ class PredictedGrid(Grid):
     """Cells on GPUs that need not be here."""
 
 
+def multiplies_bf16(cpu_info: Path) -> bool:
+    """Whether the CPU has instructions for bf16, as Linux says; one that does not say is taken to have them."""
+    try:
+        words = set(cpu_info.read_text().split())
+    except OSError:
+        return True
+    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """How the cells are measured. Steps: None stands for the paper's (30, 100, 3), or for (2, 100, 1) of the laptop."""
+    """How the cells are measured. Steps: None stands for the paper's (30, 100, 3), or for (2, 100, 1) of the laptop,
+    (2, 20, 1) on a CPU without bf16."""
 
     warmup_steps: Annotated[
         int | None, _measured("Steps before the clock starts; by default 30, laptop: 2.", converter=whole)
     ] = None
-    steps: Annotated[int | None, _measured("Timed steps; by default 100.", converter=whole)] = None
+    steps: Annotated[
+        int | None, _measured("Timed steps; by default 100, laptop without bf16: 20.", converter=whole)
+    ] = None
     runs: Annotated[
         int | None,
         _measured("Launches of each cell, in processes of their own; by default 3, laptop: 1.", converter=whole),
@@ -285,7 +299,8 @@ class Measuring:
         from training_probe.results import LEAST_LOSSES
         from training_probe.sweep.manifests import Settings
 
-        usual = LAPTOP_STEPS if preset == "laptop" else PAPER_STEPS
+        laptop = LAPTOP_STEPS if gpu_ids or multiplies_bf16(CPU_INFO) else SLOW_LAPTOP_STEPS
+        usual = laptop if preset == "laptop" else PAPER_STEPS
         given = (self.warmup_steps, self.steps, self.runs)
         warmup_steps, steps, runs = (own if value is None else value for value, own in zip(given, usual, strict=True))
         check_least(GridError, 0, warmup_steps=warmup_steps)

@@ -366,3 +366,20 @@ def test_the_extras_that_a_user_is_told_to_install_exist() -> None:
         "train": {*options.PACKAGES, "deepspeed", "peft", "bitsandbytes", "torchao", "liger-kernel", "nvidia-ml-py"},
         "megatron": {"megatron-core"},
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "has"),
+    [("flags\t: fpu avx2 avx512f avx512_bf16", True), ("flags : fpu avx2 avx512f", False), ("Features : bf16", True)],
+)
+def test_a_laptop_that_emulates_bf16_takes_fewer_steps(
+    said: str, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "CPU_INFO", tmp_path / "cpuinfo")
+    assert options.multiplies_bf16(options.CPU_INFO)  # no Linux
+    options.CPU_INFO.write_text(said)
+    measuring = options.Measuring()
+    assert measuring.settings("laptop", {}, (), ()).steps == (100 if has else 20)
+    assert (
+        measuring.settings("paper-table3", {}, (), ()).steps == measuring.settings("laptop", {}, (0,), ()).steps == 100
+    )

@@ -96,6 +96,9 @@ class Progress:
             self._to_run = to_run
             begun = CellProgress(self, cell, predicted_gb)
             self._running.append(begun)
+            if not self._live:  # a log shows that something has begun
+                number = len(self._results) + len(self._running)
+                _write_live(f"cell {number} of {self._planned}  {cell.name}: starting\n")
             begun.trial(cell, "starting", 0.0)
             return begun
 
