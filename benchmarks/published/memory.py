@@ -13,9 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from benchmarks.published import DATA
+from loadgen.document import terminal
+from loadgen.document.content import Column, Table
 from training_probe.grid import Cell, Device, Engine, Task, cell
 from training_probe.memory import Prediction
-from training_probe.memory.text import Described, aligned, prediction_of
+from training_probe.memory.text import Described, prediction_of
 from training_probe.options import described_models
 from training_probe.results import GIB, CellResult
 
@@ -113,9 +115,10 @@ def text(lines: Sequence[Beside]) -> str:
     if offs:
         within = sum(off <= 0.1 for off in offs)
         summary += f"; off by {statistics.median(offs):.0%} in the median, {within} of {len(offs)} within 10 %"
-    table = [["source", "what", "counts", "published GiB", "predicted", "measured", "off by", "same", "what differs"]]
-    table += [list(_shown(line)) for line in lines]
-    return "\n".join([f"{summary}.", "", *aligned(table, left=(0, 1, 2, 7, 8)), ""])
+    heads = ["source", "what", "counts", "published GiB", "predicted", "measured", "off by", "same", "what differs"]
+    columns = [Column(head, left=at in (0, 1, 2, 7, 8)) for at, head in enumerate(heads)]
+    table = Table(columns, [list(_shown(line)) for line in lines])
+    return "\n".join([f"{summary}.", "", *terminal.table(table, terminal.WIDEST)])
 
 
 def as_json(lines: Sequence[Beside]) -> str:

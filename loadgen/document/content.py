@@ -30,7 +30,7 @@ def number(value: float | None) -> str:
 
 def made_by(origin: str) -> str:
     """What a reader must know first of numbers of this origin."""
-    return f"{origin.upper()}: modelled hardware, no real server; these numbers describe no real hardware."
+    return f"{origin.upper()}: emulated hardware, no real server; these numbers describe no real hardware."
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -127,7 +127,7 @@ def _height(chart: Chart) -> float:
 
 def _titled(height: float, title: str, origin: str, stamp: str) -> Figure:
     """An empty figure below its title, which begins with what a reader must know first."""
-    known = [stamp, f"{origin.upper()} (modelled hardware, no real server)" if origin else ""]
+    known = [stamp, f"{origin.upper()} (emulated hardware, no real server)" if origin else ""]
     title = GAP.join([*filter(None, known), escaped(title)])
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)

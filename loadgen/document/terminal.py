@@ -10,6 +10,7 @@ from backends.untrusted import escaped
 from loadgen.document.content import Block, Chart, Code, Document, Items, Table, Text, made_by
 
 GAP = "  "
+WIDEST = 10_000  # columns: nothing is broken or left out
 
 
 def render(document: Document, width: int) -> str:

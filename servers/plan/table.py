@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from backends import catalog
 from backends.decoder import ModelSpec
 from backends.untrusted import escaped
-from loadgen.document.content import number
+from loadgen.document import terminal
+from loadgen.document.content import Column, Table, number
+from loadgen.document.terminal import WIDEST
 from loadgen.load.load import Load
 from loadgen.report import text
 from loadgen.rundir.emulation import HeldOut
@@ -159,19 +161,13 @@ def _table(plan: Plan) -> list[str]:
         _each(plan.demand.what), "95 % between", "limited by", *(f"p{percentile:g} {name} ms" for name in METRICS),
         "in flight", "e2el was off by",
     ]  # fmt: skip
-    cells = [heads, *(_cells(row, plan) for row in plan.rows)]
     sure = any(_interval(row) is not None for row in plan.rows)
     hidden = {"model": not plan.several_models, "weights": not plan.several_formats, "95 % between": not sure}
-    shown = [column for column, head in enumerate(heads) if not hidden.get(head)]
     words = {"each on", "joined by", "model", "weights", "95 % between", "limited by", "e2el was off by"}
-    widths = {column: max(len(line[column]) for line in cells) for column in shown}
-    return [
-        "  ".join(
-            line[column].ljust(widths[column]) if heads[column] in words else line[column].rjust(widths[column])
-            for column in shown
-        ).rstrip()
-        for line in cells
-    ]
+    columns = [Column(head, left=head in words) for head in heads]
+    table = Table(columns, [_cells(row, plan) for row in plan.rows])
+    shown = table.keeping([at for at, head in enumerate(heads) if not hidden.get(head)])
+    return [*terminal.table(shown, WIDEST)][:-1]
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:

@@ -125,7 +125,7 @@ def predict(
 def _paper(config: PredictOptions) -> int:
     if config != PredictOptions(out=config.out, seed=config.seed):
         raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
-    from loadgen.document import figure  # with matplotlib
+    from loadgen.document import figure, markdown  # with matplotlib
     from servers.predict import paper, paper_page
 
     directory = config.out or Path("runs") / rundir.new_run_id()
@@ -136,10 +136,10 @@ def _paper(config: PredictOptions) -> int:
     page = paper_page.page(summary, results, ["loadgen", *sys.argv[1:]])
     figure.write(page, directory)
     (directory / "paper.html").write_text(html.render(page), encoding="utf-8")
-    markdown, json = paper.markdown(summary), summary.as_json()
+    text, json = markdown.render(page), summary.as_json()
     (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
-    (directory / "paper.md").write_text(markdown, encoding="utf-8")
-    terminal.say(markdown)
+    (directory / "paper.md").write_text(text, encoding="utf-8")
+    terminal.say(text)
     terminal.say(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
     terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
     sys.stdout.write(json.decode() + "\n")

@@ -23,8 +23,6 @@ from servers.simulator.build import Emulated, EmulationError, Setup, emulate
 from servers.simulator.cost import Overheads
 from servers.simulator.hardware import DATA
 
-EMULATED = "EMULATED (modelled hardware and servers, nothing was measured)"
-
 
 @dataclass(frozen=True)
 class Result:
@@ -380,45 +378,6 @@ def summary(results: Results, seed: int = 0) -> Summary:
     )
 
 
-def markdown(summary: Summary) -> str:
-    """The tables, as `paper.md` holds them."""
-    paper = summary.paper
-    tried = [fact for fact in summary.facts if not fact.fitted]
-    met = sum(fact.met for fact in tried)
-    lines = [
-        f"# {paper.source}, predicted: {EMULATED}",
-        "",
-        f"{met} of {len(tried)} statements are met, {len(tried) - met} are missed; what counts as met is our choice.",
-        "",
-        *_table(
-            ("", "Place", "The paper says", "Predicted (emulated)", "Counts as met"),
-            ((verdict(fact) if fact.met else f"**{verdict(fact)}**", *stated(fact)) for fact in summary.facts),
-        ),
-        "",
-        "## Every run (emulated)",
-        "",
-        *_table(
-            ("Platform, model, server", "KV cache, tokens", "Output tokens/s", "p50 s", "p60 s", "p100 s", "Note"),
-            ((paper.name(run), *_cells(numbers)) for run, numbers in summary.runs.items()),
-        ),
-        "",
-        "## Under other assumptions (emulated)",
-        "",
-        *_table(
-            ("Run", "KV cache, tokens", "Output tokens/s", "p50 s", "p60 s", "p100 s", "Note"),
-            (
-                (f"{paper.name(each.variant.run)}: {each.variant.why}", *_cells(each.changed))
-                for each in summary.variants
-            ),
-        ),
-        "",
-        "## What is assumed",
-        "",
-        *(f"- {assumption}" for assumption in paper.assumptions),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _values(results: Results, place: str, ranks: Iterable[str], measure: str) -> dict[str, float]:
     """The measure of those that ran."""
     values = {rank: results[place.replace("*", rank)].measure(measure) for rank in ranks}
@@ -446,15 +405,3 @@ def verdict(fact: FactResult) -> str:
 
 def stated(fact: FactResult) -> tuple[str, str, str, str]:
     return fact.place, fact.statement, fact.predicted, fact.criterion
-
-
-def _cells(numbers: Numbers | DoesNotFit) -> tuple[str, ...]:
-    if isinstance(numbers, DoesNotFit):
-        return ("-", "-", "-", "-", "-", numbers.reason)
-    notes = [f"{getattr(numbers, name)} {name}" for name in ("refused", "preemptions") if getattr(numbers, name)]
-    times = (f"{seconds:.1f}" for seconds in (numbers.p50_s, numbers.p60_s, numbers.p100_s))
-    return (f"{numbers.kv_tokens}", f"{numbers.throughput:.0f}", *times, ", ".join(notes))
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]

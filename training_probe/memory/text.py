@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from backends.decoder import ModelSpec
+from loadgen.document import terminal
+from loadgen.document.content import Column, Table
+from loadgen.document.terminal import WIDEST
 from training_probe import memory
 from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, impossible
 from training_probe.memory import Prediction, process
@@ -23,7 +26,6 @@ CARDS = {
     "H200": 139.8, "B200": 178.3,
 }  # fmt: skip
 MOST_SEARCHED = 64
-GAP = "  "
 
 Answered = Literal[process.Verdict, "predicted", "unsupported", "not predicted"]
 VERDICTS: tuple[Answered, ...] = ("fits", "tight", "does not fit", "predicted", "unsupported", "not predicted")
@@ -200,29 +202,20 @@ def _plural(verdict: str, count: int) -> str:
     return {"fits": "fit", "does not fit": "do not fit"}.get(verdict, verdict) if count != 1 else verdict
 
 
-def _table(given: Answers) -> Iterator[str]:
+def _table(given: Answers) -> list[str]:
     """GiB; a column of hosts only where something is offloaded."""
     hosts = any(answer.host_bytes for answer in given.cells)
     judged = given.gpu_memory_bytes is not None
-    rows = [["cell, GiB of the rank that has most", "allocated", "reserved", "process"]]
-    rows[0] += ["host"] * hosts + ["verdict" if judged else "smallest card that it fits"]
+    heads = ["cell, GiB of the rank that has most", "allocated", "reserved", "process"]
+    heads += ["host"] * hosts + ["verdict" if judged else "smallest card that it fits"]
+    rows = []
     for answer in given.cells:
         sizes: list[int | None] = [answer.allocated_bytes, answer.reserved_bytes, answer.process_bytes]
         sizes += [answer.host_bytes] * hosts
         note = " (max is searched from here)" if answer.searched else ""
         rows.append([answer.cell + note, *map(_gib, sizes), _last(answer, judged)])
-    yield from aligned(rows, left=(0, len(rows[0]) - 1))
-
-
-def aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> Iterator[str]:
-    """Lines with the columns below each other. left: those that are not numbers."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        placed = (
-            value.ljust(width) if at in left else value.rjust(width)
-            for at, (value, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield GAP.join(placed).rstrip()
+    columns = [Column(head, left=head in (heads[0], heads[-1])) for head in heads]
+    return [*terminal.table(Table(columns, rows), WIDEST)][:-1]
 
 
 def _gib(size: int | None) -> str:

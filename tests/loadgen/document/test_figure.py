@@ -64,7 +64,7 @@ def test_what_made_the_numbers_stands_first(tmp_path: Path, kept: list[Figure]) 
     assert page.figures == [("one.png", "Something")]
     figure.write(page, tmp_path)
     title = " ".join(kept[0].get_suptitle().split())
-    assert title == "INVALID PREDICTED (modelled hardware, no real server) A model: Something"
+    assert title == "INVALID PREDICTED (emulated hardware, no real server) A model: Something"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png", "one.svg"]
     first = (tmp_path / "one.svg").read_bytes()
     figure.write(page, tmp_path)

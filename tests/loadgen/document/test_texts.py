@@ -106,7 +106,7 @@ def test_empty_columns_and_sections_are_left_out() -> None:
 @pytest.mark.parametrize("origin", ["emulated", "predicted"])
 def test_what_no_real_server_answered_says_so_first(origin: str) -> None:
     for text in (markdown.render(document(origin=origin)), terminal.render(document(origin=origin), 80)):
-        assert f"{origin.upper()}: modelled hardware, no real server" in text
+        assert f"{origin.upper()}: emulated hardware, no real server" in text
 
 
 texts = st.text() | st.just(HOSTILE)

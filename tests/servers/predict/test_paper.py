@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from loadgen import cli
+from loadgen.document import markdown
 from loadgen.document.content import Chart
 from servers.predict import paper, paper_page
 from servers.predict.paper import Fits, Order, Ratio, Result, Spread, StepTime, Value, Variant
@@ -54,7 +55,7 @@ def test_a_model_that_does_not_fit_is_a_row_with_its_reason(results: dict[str, R
     reasons = {run: result.reason for run, result in results.items() if result.reason}
     assert {run.split("/")[1] for run in reasons} == {"70b"}
     assert all("does not fit" in reason for reason in reasons.values())
-    text = paper.markdown(paper.summary(results))
+    text = markdown.render(paper_page.page(paper.summary(results), results, []))
     row = next(line for line in text.splitlines() if line.startswith("| RTX4090 (P2P off), 70B, TGI |"))
     assert "GB are missing on 2 x NVIDIA GeForce RTX 4090" in row
 
@@ -117,12 +118,12 @@ def test_misses_are_marked(results: dict[str, Result]) -> None:
     facts = json.loads(summary.as_json())["facts"]
     assert [fact["said"] for fact in facts] == [fact.statement for fact in PAPER.facts]
     assert all(fact["place"] and fact["predicted"] and fact["counts"] for fact in facts)
-    text = paper.markdown(summary)
+    text = markdown.render(paper_page.page(summary, results, []))
     tried = [fact for fact in facts if not fact["fitted"]]
     missed = sum(not fact["met"] for fact in tried)
     assert 0 < missed < len(tried)
-    assert text.count("| **MISS** |") == sum(not fact["met"] for fact in facts)
-    assert f"{len(tried) - missed} of {len(tried)} statements are met, {missed} are missed" in text
+    assert text.count("| MISS |") == sum(not fact["met"] for fact in facts)
+    assert f"{len(tried) - missed} of {len(tried)} statements of the paper are met, {missed} are missed" in text
     assert all(assumption in text for assumption in PAPER.assumptions)
 
 
@@ -163,12 +164,12 @@ def test_the_command_writes_everything_and_marks_it(
     assert json.loads(printed.out) == written
     assert (written["emulated"], written["seed"], len(written["runs"])) == (True, 3, 36)
     assert (out / "paper.md").read_text() in printed.err
-    assert "EMULATED" in (out / "paper.md").read_text().splitlines()[0]
+    assert "PREDICTED: emulated hardware" in (out / "paper.md").read_text()
     for number in range(6, 11):
         assert (out / f"figure{number}.png").stat().st_size > 5000
         text = (out / f"figure{number}.svg").read_text()
-        assert "EMULATED" in text and f"Fig. {number} of arXiv 2311.03687" in text
-        assert ("does not fit" in text) == (number not in (7, 8))
+        assert "PREDICTED (emulated hardware" in text and f"As Figure {number}: " in text and "2311.03687" in text
+        assert ("oes not fit" in text) == (number not in (7, 8))
     assert cli.invoke(["predict", "--preset", "paper", "--out", str(out)]) == 2  # nothing is overwritten
 
 
