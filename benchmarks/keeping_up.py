@@ -149,7 +149,7 @@ def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.
     return {
         "tokens/s": steady.spread_rate(seen.first_s, last_s, tokens, span),
         "requests/s": steady.rate(seen.done_s, span),
-        **steady.of_sent(waits_s, seen.sent_s, span, {"ttft p50": 0.5, "ttft p99": 0.99}),
+        **steady.bounded(steady.of_sent(waits_s, seen.sent_s, span, {"ttft p50": 0.5, "ttft p99": 0.99})),
     }
 
 
@@ -279,7 +279,9 @@ def values(loop: queues.Batches, run: int, n: int, session_s: float = 0.0) -> Ro
     skip, closed = loop.slots or 0, loop.slots is not None  # a closed loop without its first wave, as in its window
     sent_s, first_s, done_s = (each[run, skip:n] for each in (loop.sent_s, loop.first_s, loop.done_s))
     life_s = float(np.median(done_s - sent_s))
-    count = blocks.count(float(sent_s[-1] - sent_s[0]), life_s, closed=closed, session_s=session_s)
+    lasts_s = float(sent_s[-1] - sent_s[0])
+    count = blocks.count(lasts_s, life_s, closed=closed, session_s=session_s)
+    tail = blocks.tail_moments(lasts_s, life_s, closed=closed, session_s=session_s)
     block = np.searchsorted(np.linspace(sent_s[0], sent_s[-1], count + 1)[1:-1], sent_s, side="right")
     counts = np.bincount(block, minlength=count).astype(np.float64)
     found: Row = {}
@@ -289,7 +291,7 @@ def values(loop: queues.Batches, run: int, n: int, session_s: float = 0.0) -> Ro
             if count and share is None:
                 reach = blocks.mean_reach(np.bincount(block, weights=times, minlength=count) / counts) or 0.0
                 bounds = value - reach, value + reach
-            elif count and share is not None:
+            elif count and share is not None and blocks.reaches(share, tail):
                 within = np.bincount(block, weights=times <= value, minlength=count).astype(np.float64)
                 bounds = blocks.of_percentile(np.sort(times), share, counts, within)
             found[f"{name} {statistic}"] = value, bounds

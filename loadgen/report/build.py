@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -229,9 +229,8 @@ def _steady(kept: Table, manifest: Manifest, rules: Convention, silent: Sequence
     slots = flows.slots(manifest.arrival)
     if flow is None and slots is None:
         return None
-    seen = None if flow is None else keeping_up.judge(flow)
-    if seen is not None and of_sessions:
-        seen = msgspec.structs.replace(seen, why=seen.why.replace("requests", "sessions"))
+    unit: Literal["requests", "sessions"] = "sessions" if of_sessions else "requests"
+    seen = None if flow is None else keeping_up.judge(flow, unit)
     change = None
     if not of_sessions and not flows.changes(manifest.arrival):  # histories grow, and a pace with them
         pauses = [(stall.start_s, stall.end_s) for stall in silent]
@@ -244,7 +243,7 @@ def _steady(kept: Table, manifest: Manifest, rules: Convention, silent: Sequence
         sent, ended = (each[each != -1] for each in (kept.sent_ns, kept.done_ns))
         peak = int(metrics.under_way(sent, ended)[1].max(initial=0))
     return schema.Steady(
-        unit="sessions" if of_sessions else "requests",
+        unit=unit,
         keeping_up=seen,
         window=found,
         why=why,
@@ -315,9 +314,9 @@ def _economics(
     throughput: schema.Throughput,
     goodput: schema.Goodput | None,
 ) -> schema.Economics | None:
-    """None where no tpot is known and no number of GPUs."""
+    """None where no tpot is known, no number of GPUs and no price."""
     count, (price, currency) = _sharing_gpus(manifest, seen), _price(manifest)
-    if count is None and tpot_ms.p50 is None:
+    if count is None and tpot_ms.p50 is None and price is None:
         return None
     output, total = throughput.output_tokens_per_s, throughput.total_tokens_per_s
     good = None if goodput is None else goodput.request_goodput

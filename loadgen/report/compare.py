@@ -354,15 +354,16 @@ class _Values(NamedTuple):
 def _whole(manifest: Manifest, table: Table, slos: Mapping[str, float]) -> _Values:
     measured, full = table.measured(), slices.full_slots(flows.kept(table, manifest), manifest)
     in_blocks = intervals.parts(measured, manifest.arrival)
-    rows = {name: _row(measured, in_blocks, name) for name in METRICS}
+    tail = intervals.tail_moments(measured, manifest.arrival)
+    rows = {name: _row(measured, in_blocks, name, tail) for name in METRICS}
     rates = _rates(measured, slos, full)
     of_rates = intervals.of_rates(measured, in_blocks, rates, slos, manifest.arrival)
     return _Values(measured, len(in_blocks), rows, {name: _estimate(rates[name], of_rates[name]) for name in rates})
 
 
-def _row(measured: Table, in_blocks: list[Table], name: str) -> dict[str, Estimate | None]:
+def _row(measured: Table, in_blocks: list[Table], name: str, tail: float) -> dict[str, Estimate | None]:
     summary = metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
-    bounds = intervals.of_metric(measured, in_blocks, name, _RULES, repeats.STATISTICS)
+    bounds = intervals.of_metric(measured, in_blocks, name, _RULES, repeats.STATISTICS, tail)
     return {each: _estimate(getattr(summary, each), bounds[each]) for each in repeats.STATISTICS}
 
 
@@ -377,8 +378,11 @@ def _window(report: Report, table: Table) -> _Values | None:
     inside = measured.ok & (sent_s >= window.from_s) & (sent_s <= window.to_s)
     sent, replied = measured.select(inside), measured.select(inside & (sent_s <= window.replies_to_s))
     of_sent, of_replied = (intervals.parts(each, report.arrival) for each in (sent, replied))
+    tails = [intervals.tail_moments(each, report.arrival) for each in (sent, replied)]
     rows = {
-        name: _row(sent, of_sent, name) if name.startswith(_OF_SENT) else _row(replied, of_replied, name)
+        name: _row(sent, of_sent, name, tails[0])
+        if name.startswith(_OF_SENT)
+        else _row(replied, of_replied, name, tails[1])
         for name in METRICS
     }
     rates: dict[str, Estimate | None] = {**window.throughput}

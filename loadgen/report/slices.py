@@ -95,7 +95,8 @@ def window(
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
         values = metrics.column(kept, name, rules)[seen.rows]
-        found[name] = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
+        told = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
+        found[name] = told if seen.slots is None else steady.bounded(told)
     return Window(
         from_s=span.from_s,
         to_s=span.to_s,

@@ -108,7 +108,8 @@ class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Swept(Sweep, kw_only=True):
     """sweep.json. gpus: how many share the model; None on a CPU, or where nothing says. complete: every run finished.
-    steady: whether throughput and latencies are those of the runs' steady windows, which all finished runs have.
+    steady: whether throughput and latencies are those of the runs' steady windows, which all finished runs have but
+    those whose server fell behind: their throughput is that of the whole run.
     pareto: by throughput, the values of the points that no other one beats in both throughput and interactivity."""
 
     backend: str
@@ -191,7 +192,8 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
     reports = {name: report for name, (state, report) in runs.items() if report is not None and state == "finished"}
     any_report = next(iter(reports.values()), None) or next((each for _, each in runs.values() if each), None)
     gpus = _shared(list(reports.values()), "gpus")
-    windows = [None if report.steady is None else report.steady.window for report in reports.values()]
+    compared = [report for report in reports.values() if not _fell_behind(report)]
+    windows = [None if report.steady is None else report.steady.window for report in compared]
     steady = bool(windows) and None not in windows
     of_run = partial(_values, gpus=gpus, steady=steady)
     points = [_point(sweep, value, reports, of_run) for value in sweep.plan.values]
@@ -340,7 +342,12 @@ def remarks(swept: Swept) -> list[str]:
         "Latencies are in milliseconds; tokens/s a user is 1 / tpot p50. " + share,
         f"The order of the runs was shuffled with seed {plan.seed}: {', '.join(run.directory for run in plan.order)}.",
     ]
-    if swept.steady:
+    if swept.steady and any(point.fell_behind for point in swept.points):
+        lines.append(
+            "Throughput, ttft, tpot and e2el are of each run's steady state, without start and drain. Where the server "
+            "fell behind there is none: throughput is that of the whole run, its limit."
+        )
+    elif swept.steady:
         lines.append(
             "Throughput, ttft, tpot and e2el are of each run's steady state, which all of them have: without start and "
             "drain."

@@ -103,6 +103,8 @@ def economics_lines(told: Economics) -> Iterator[str]:
             f"A GPU gives {number(told.output_tokens_per_s_per_gpu)} output tokens/s, "
             f"{number(told.total_tokens_per_s_per_gpu)} total tokens/s ({number(told.gpus)} of them)."
         )
+    if told.gpu_hour_price is not None and told.gpus is None:
+        yield "Tokens have no price: how many GPUs share the model is not known; name them with --gpus."
     if told.price_per_million_tokens is not None:
         good = told.goodput_requests_per_price
         yield (

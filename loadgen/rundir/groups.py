@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,9 @@ LONGER_RATIO = 0.1  # of the pauses, those of two periods or more: pauses of any
 WINDOW_VARIANCE, LEAST_WINDOWS, EVEN_RATIO = 1.8, 18, 0.35
 
 
+_CLOCKS: WeakKeyDictionary[Table, float | None] = WeakKeyDictionary()
+
+
 class Groups(NamedTuple):
     """The groups of all replies but the first and the last of each, which begin and end anywhere: how long after the
     one before each began (n,), how many events it has (n,), and of which reply it is (n,)."""
@@ -49,7 +53,13 @@ def short_us(table: Table) -> float:
 
 
 def clock_us(table: Table) -> float | None:
-    """The period of the clock on which the replies' groups came; None where they did not."""
+    """The period of the clock on which the replies' groups came; None where they did not. It is found once a table."""
+    if table not in _CLOCKS:
+        _CLOCKS[table] = _clock_us(table)
+    return _CLOCKS[table]
+
+
+def _clock_us(table: Table) -> float | None:
     limit_us, gaps = short_us(table), len(table.itl_us)
     behind = sum(int(np.count_nonzero(part.itl_us < limit_us)) for part in table.blocks())
     if not gaps or behind / gaps < BEHIND_RATIO:

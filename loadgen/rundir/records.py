@@ -126,7 +126,7 @@ class RecordsError(UserError, ValueError):
     """A records file that cannot be read. The message names the file and the line."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """The requests of one run as columns: warm-up first, then in order of id.
 

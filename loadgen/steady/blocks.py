@@ -8,7 +8,7 @@ interval: a burst is one moment.
 
 Of a mean, Student's t over the blocks' means. Of a percentile, the same over the shares of the blocks' values that lie
 at or under it, turned back into values (Woodruff 1952): none where that reaches beyond the largest value, or where less
-than a few independent values lie beyond the percentile. How often these hold: docs/accuracy.md.
+than a few independent values, or moments, lie beyond the percentile. How often these hold: docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MOST = 10
 LIVES_CLOSED, LEAST_CLOSED = 2.0, 3  # lives a block, and blocks
 LIVES, LEAST = 3.0, 4
 SESSIONS = 0.75  # sessions a block, at the least: who is in a conversation now was so a while ago
+MOMENTS_BEYOND = 1.5  # of arrivals, independent moments beyond a percentile, at the least
 BEYOND = 5.0  # independent values beyond a percentile, at the least
 FLOOR = 0.5  # of the variance that independent values would have: blocks that are alike by chance
 # Student's t, 97.5 %, of 1 to 30 degrees of freedom; beyond, the normal distribution's is at most 4 % too small.
@@ -44,9 +45,25 @@ def t_975(freedom: float) -> float:
 def count(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> int:
     """Into how many blocks that time is cut; 0 where there are too few. life_s: of the usual request; session_s: of the
     usual session, where requests are turns of some."""
-    each_s = max(life_s * (LIVES_CLOSED if closed else LIVES), SESSIONS * session_s)
-    most = MOST if each_s <= 0 else min(MOST, int(lasts_s / each_s))
+    most = int(min(MOST, moments(lasts_s, life_s, closed=closed, session_s=session_s)))
     return most if lasts_s > 0 and most >= (LEAST_CLOSED if closed else LEAST) else 0
+
+
+def moments(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> float:
+    """How many independent ones that time holds."""
+    each_s = max(life_s * (LIVES_CLOSED if closed else LIVES), SESSIONS * session_s)
+    return lasts_s / each_s if each_s > 0 else math.inf
+
+
+def tail_moments(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> float:
+    """The same where they decide on tails. A closed loop is as busy throughout: there requests do."""
+    return math.inf if closed else moments(lasts_s, life_s, closed=closed, session_s=session_s)
+
+
+def reaches(share: float, tail: float) -> bool:
+    """Whether so many moments are enough for an interval of the percentile `share`, whatever was measured in them: a
+    tail is a few busy ones, and those of a run that had none by chance pass for all."""
+    return tail * min(share, 1 - share) >= MOMENTS_BEYOND
 
 
 def mean_reach(blocks: Floats) -> float | None:

@@ -126,12 +126,12 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]
     prompt_tokens = np.maximum(np.where(counted >= 0, counted, asked), 0).astype(np.float64)
     return Stamps(
-        rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, _session_s(measured),
+        rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, session_s(measured),
         handed_s,
     )  # fmt: skip
 
 
-def _session_s(measured: Table) -> float:
+def session_s(measured: Table) -> float:
     """How long the usual session lasts; 0 of single requests."""
     rows = np.flatnonzero(measured.ok & (measured.session >= 0))
     if not (measured.turn[rows] > 1).any():

@@ -112,14 +112,14 @@ class _Seen(NamedTuple):
         return self.per_s * (self.mean(last) - self.mean(first))
 
 
-def judge(flow: Flow) -> KeepingUp:
-    """flow: at least the requests that were answered, however they ended."""
+def judge(flow: Flow, unit: str = "requests") -> KeepingUp:
+    """flow: at least the requests that were answered, however they ended. unit: what they are, for the words."""
     answered = int(np.isfinite(flow.done_s).sum())
     if answered < LEAST:
-        return KeepingUp(word="unknown", why=f"fewer than {LEAST} requests were answered")
+        return KeepingUp(word="unknown", why=f"fewer than {LEAST} {unit} were answered")
     lasted_s = float(flow.arrived_s[answered - 1] - flow.arrived_s[0])
     if lasted_s <= 0:
-        return KeepingUp(word="unknown", why="all requests arrived at once")
+        return KeepingUp(word="unknown", why=f"all {unit} arrived at once")
     queue, replies = _seen(flow, flow.first_s, lasted_s), _seen(flow, flow.done_s, lasted_s)
     if _is_behind(queue, queued=True):
         return _told(queue, "fell_behind")

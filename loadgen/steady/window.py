@@ -28,6 +28,7 @@ from loadgen.steady import blocks
 BINS = 50  # in which the token rate and the waits are looked at
 FILL_LIVES = 2.0  # until a second wave of requests has mixed
 LEAST_LIVES, LEAST_RATIO, LEAST_REQUESTS = 2.0, 1 / 3, 40
+MOST_REACH_RATIO = 0.15  # of a value, that its interval may lie from it
 MOST_DROPPED_RATIO = 0.5  # of what MSER looks at: a later part is too short to be steadier by more than luck
 
 Floats = NDArray[np.float64]
@@ -63,13 +64,20 @@ class Estimate(msgspec.Struct, frozen=True):
     def bounds(self) -> blocks.Bounds | None:
         return None if self.low is None or self.high is None else (self.low, self.high)
 
+    @property
+    def is_vague(self) -> bool:
+        reach = 0.0 if self.low is None or self.high is None else max(self.high - self.value, self.value - self.low)
+        return reach > MOST_REACH_RATIO * self.value
+
 
 class Span(msgspec.Struct, frozen=True):
-    """From when to when, seconds of the run. blocks: into how many it is cut for its intervals; 0: it has none."""
+    """From when to when, seconds of the run. blocks: into how many it is cut for its intervals; 0: it has none.
+    tail_moments: as `blocks` counts them."""
 
     from_s: float
     to_s: float
     blocks: int = blocks.MOST
+    tail_moments: float = math.inf
 
     def edges_s(self) -> Floats:
         """Of its blocks."""
@@ -97,18 +105,22 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
             requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
             return None, f"the run is too short: about {requests:,} requests would do"
         return None, "it was still changing, or too few requests were sent after its start"
-    return Span(start_s, end_s, _blocks(seen, end_s - start_s, life_s)), ""
+    return _cut(seen, start_s, end_s, life_s), ""
 
 
-def _blocks(seen: Stamps, lasts_s: float, life_s: float) -> int:
-    return blocks.count(lasts_s, life_s, closed=seen.slots is not None, session_s=seen.session_s)
+def _cut(seen: Stamps, from_s: float, to_s: float, life_s: float) -> Span:
+    count, tail = (
+        each(to_s - from_s, life_s, closed=seen.slots is not None, session_s=seen.session_s)
+        for each in (blocks.count, blocks.tail_moments)
+    )
+    return Span(from_s, to_s, int(count), tail)
 
 
 def of_whole_replies(seen: Stamps, span: Span) -> Span:
     """The part of the window whose requests have their replies in it, by the life of nine in ten."""
     lives_s = (seen.done_s - seen.sent_s)[seen.sent_s >= span.from_s]
     to_s = max(span.from_s, span.to_s - float(np.quantile(lives_s, 0.9)))
-    return Span(span.from_s, to_s, _blocks(seen, to_s - span.from_s, float(np.median(lives_s))))
+    return _cut(seen, span.from_s, to_s, float(np.median(lives_s)))
 
 
 def steadied_s(seen: Stamps, begin_s: float, end_s: float) -> float:
@@ -188,10 +200,15 @@ def of_sent(values: Floats, sent_s: Floats, span: Span, statistics: Mapping[str,
             found[name] = _estimate(value, np.bincount(block, weights=inside, minlength=cut) / counts)
         else:
             within = np.bincount(block[inside <= value], minlength=cut).astype(np.float64)
-            between = blocks.shares(share, counts, within)
+            between = blocks.shares(share, counts, within) if blocks.reaches(share, span.tail_moments) else None
             bounds = () if between is None else (_quantile(ascending, each) for each in between)
             found[name] = Estimate(value, *bounds)
     return found
+
+
+def bounded(found: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """Of a closed loop, without the intervals that reach too far to tell where the value is."""
+    return {name: Estimate(each.value) if each.is_vague else each for name, each in found.items()}
 
 
 def _quantile(ascending: Floats, share: float) -> float:

@@ -11,7 +11,7 @@ besides (`rate_noise`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,7 @@ def parts(measured: Table, arrival: str) -> list[Table]:
         return []
     sent_s = measured.sent_ns / 1e9
     begin_s, end_s = float(sent_s[ok].min()), float(sent_s[ok].max())
-    life_s = float(np.median((measured.done_ns - measured.sent_ns)[ok])) / 1e9
-    count = blocks.count(end_s - begin_s, life_s, closed=flows.slots(arrival) is not None)
-    count = min(count, int(ok.sum()) // LEAST_IN_BLOCK)
+    count = min(int(_counted(blocks.count, measured, arrival)), int(ok.sum()) // LEAST_IN_BLOCK)
     if count < blocks.LEAST_CLOSED:
         return []
     block = np.searchsorted(np.linspace(begin_s, end_s, count + 1)[1:-1], sent_s, side="right")
@@ -56,10 +54,30 @@ def parts(measured: Table, arrival: str) -> list[Table]:
     return found if min(map(len, found)) > 1 else []
 
 
+def tail_moments(measured: Table, arrival: str) -> float:
+    """As `blocks` counts them, of a run whose requests came so."""
+    return _counted(blocks.tail_moments, measured, arrival)
+
+
+def _counted(count: Callable[..., float], measured: Table, arrival: str) -> float:
+    ok = measured.ok & (measured.sent_ns != -1)
+    if not ok.any():
+        return 0.0
+    sent_ns = measured.sent_ns[ok]
+    life_s = float(np.median(measured.done_ns[ok] - sent_ns)) / 1e9
+    lasts_s = float(sent_ns.max() - sent_ns.min()) / 1e9
+    return count(lasts_s, life_s, closed=flows.slots(arrival) is not None, session_s=flows.session_s(measured))
+
+
 def of_metric(
-    measured: Table, in_blocks: Sequence[Table], name: str, rules: Convention, statistics: Sequence[str] = STATISTICS
+    measured: Table,
+    in_blocks: Sequence[Table],
+    name: str,
+    rules: Convention,
+    statistics: Sequence[str] = STATISTICS,
+    tail: float = math.inf,
 ) -> dict[str, Bounds | None]:
-    """By statistic, in milliseconds. in_blocks: the parts of `measured`."""
+    """By statistic, in milliseconds. in_blocks: the parts of `measured`. tail: its `tail_moments`."""
     samples = [metrics.sample(part, name, rules) for part in in_blocks]
     if not samples or not all(len(values) for values, _ in samples):
         return dict.fromkeys(statistics)
@@ -75,7 +93,8 @@ def of_metric(
             found[statistic] = None if reach is None else (max(0.0, value - reach), value + reach)
             continue
         within = np.array([_within(each, value) for each in samples])
-        between = blocks.shares(PERCENTILES[statistic] / 1000, counts, within)
+        share = PERCENTILES[statistic] / 1000
+        between = blocks.shares(share, counts, within) if blocks.reaches(share, tail) else None
         found[statistic] = None if between is None else (_at(whole, between[0]), _at(whole, between[1]))
     return found
 

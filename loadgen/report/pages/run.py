@@ -247,7 +247,13 @@ def latency_intervals(runs: Sequence[Shown]) -> Table:
     rows: list[list[Cell]] = []
     for metric in LATENCIES:
         for run in runs:
-            bounds = intervals.of_metric(run.measured, run.in_blocks, metric, run.rules)
+            bounds = intervals.of_metric(
+                run.measured,
+                run.in_blocks,
+                metric,
+                run.rules,
+                tail=intervals.tail_moments(run.measured, run.report.arrival),
+            )
             row: list[Cell] = [_row(runs, run, metric.removesuffix("_ms"))]
             for statistic in intervals.STATISTICS:
                 row += [cell(getattr(run.report.metrics[metric], statistic)), interval(bounds[statistic])]

@@ -536,6 +536,8 @@ def test_what_a_user_sees_a_gpu_gives_and_tokens_cost() -> None:
     assert "USD a GPU hour" in texts.render(report)
     without = build.build(manifest(config=asked), table([WARMUP, *HAND]), [facts()])
     assert without.economics is not None and without.economics.price_per_million_tokens is None  # GPUs unknown
+    assert "how many GPUs share the model is not known" in texts.render(without)
+    assert "not known; name them" not in texts.render(report)
 
 
 def test_predicted_and_measured_runs_have_other_labels_over_each_other(tmp_path: Path) -> None:

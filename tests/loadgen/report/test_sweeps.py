@@ -192,6 +192,23 @@ def test_a_load_that_the_server_fell_behind_is_on_no_front() -> None:
     assert sweeps.front(points, "output_tokens_per_s") == ["1"]
 
 
+def test_a_load_that_the_server_fell_behind_takes_no_window_from_the_others(tmp_path: Path) -> None:
+    """Ten requests/s, answered at once, and then five of them a second."""
+    path = swept_directory(tmp_path / "s", values=("1", "2"))
+    for value, each_ms in (("1", 100), ("2", 200)):
+        shutil.rmtree(path / f"rate-{value}")
+        rows = [request(at, scheduled=100 * at, sent=100 * at, first=50 + each_ms * at) for at in range(400)]
+        about = manifest(run_id=f"rate-{value}", arrival="constant:10", config={}, requests_planned=400)
+        write_run(path / f"rate-{value}", rows, about, facts())
+    swept = sweeps.read(path)
+    kept, behind = swept.points
+    assert swept.steady and not kept.fell_behind and behind.fell_behind
+    assert kept.metrics["requests_per_s"].mean == pytest.approx(10, rel=0.01)  # of the window
+    assert behind.metrics["requests_per_s"].mean == pytest.approx(5, rel=0.01)  # of the whole run
+    assert "Where the server fell behind there is none" in sweeps.markdown(swept)
+    assert all(front == ["1"] for front in swept.pareto.values())
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 7}', '{"schema": "loadgen.sweep/1"}', "\ud800"])
 def test_no_sweep(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_bytes(text.encode("utf-8", "surrogatepass"))

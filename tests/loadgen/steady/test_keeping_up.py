@@ -115,6 +115,7 @@ def test_half_the_capacity_lost_in_the_middle() -> None:
 )
 def test_what_cannot_be_told_is_said(flow: Flow, why: str) -> None:
     assert judge(flow) == KeepingUp(word="unknown", why=why)
+    assert judge(flow, "sessions").why == why.replace("requests", "sessions")
 
 
 def test_a_run_is_judged_up_to_where_it_was_killed() -> None:
