@@ -118,7 +118,7 @@ def judge(flow: Flow, unit: str = "requests") -> KeepingUp:
     if answered < LEAST:
         return KeepingUp(word="unknown", why=f"fewer than {LEAST} {unit} were answered")
     lasted_s = float(flow.arrived_s[answered - 1] - flow.arrived_s[0])
-    if lasted_s <= 0:
+    if lasted_s <= 0 or flow.first_s.min() >= flow.arrived_s[answered - 1]:  # a burst, whatever its law is called
         return KeepingUp(word="unknown", why=f"all {unit} arrived at once")
     queue, replies = _seen(flow, flow.first_s, lasted_s), _seen(flow, flow.done_s, lasted_s)
     if _is_behind(queue, queued=True):

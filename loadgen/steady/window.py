@@ -90,7 +90,7 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
     if n < LEAST_REQUESTS:
         return None, f"fewer than {LEAST_REQUESTS} requests ended ok"
     begin_s, end_s = float(seen.sent_s[0]) if seen.filled_s is None else seen.filled_s, float(seen.sent_s[-1])
-    if end_s <= begin_s:
+    if end_s <= begin_s or seen.first_s.min() >= end_s:
         return None, "all requests were sent at once"
     lives_s = seen.done_s - seen.sent_s
     alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))

@@ -108,6 +108,10 @@ def test_half_the_capacity_lost_in_the_middle() -> None:
         (Flow(np.arange(50.0), np.full(50, np.inf), np.full(50, np.inf)), "fewer than 20 requests were answered"),
         (Flow(*(np.full(50, late) for late in (0.0, 1.0, 2.0))), "all requests arrived at once"),
         (
+            Flow(np.arange(50) / 1e9, *(0.1 * np.arange(1, 51) + late for late in (0, 1))),
+            "all requests arrived at once",
+        ),
+        (
             Flow(*(np.arange(40.0) / 8 + late for late in (0, 0.1, 10))),
             "arrivals ended before the replies to the first of them did",
         ),
