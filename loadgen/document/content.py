@@ -83,6 +83,11 @@ class Code(Part, tag="code", frozen=True):
 Cell = str | Link | Number
 
 
+def cell(value: float | None) -> Number:
+    """A number as texts show it, with the exact one behind it."""
+    return Number(number(value), None if value is None else float(value))
+
+
 def cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell.text
 

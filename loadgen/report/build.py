@@ -25,7 +25,7 @@ from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.config import Config, ConfigError, price_of
-from loadgen.document import html
+from loadgen.document import html, markdown
 from loadgen.document.content import Document
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
@@ -35,7 +35,7 @@ from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.pages import charts, parts, run, runs
 from loadgen.report.pages.charts import Shown
 from loadgen.report.schema import SCHEMA, Numbers, Report
-from loadgen.report.text import markdown, name_of
+from loadgen.report.text import name_of
 from loadgen.rundir import Manifest, contradictions, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
@@ -435,8 +435,8 @@ def write_numbers(directory: Path, report: Report, table: Table) -> Document:
     OSError and RunError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     rundir.replace(directory / "report.json", text + b"\n")
-    rundir.replace(directory / "report.md", markdown(report).encode())
     page = run.page(shown_run(directory, report, table))
+    rundir.replace(directory / "report.md", markdown.render(page).encode())
     rundir.replace(directory / run.FILE, html.render(page).encode())
     return page
 

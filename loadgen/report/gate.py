@@ -11,8 +11,8 @@ from backends import exit_codes
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.config import ConfigError, check_file
+from loadgen.document.markdown import shown as markdown_text
 from loadgen.report.limits import Check
-from loadgen.report.text import markdown_text
 
 _WORDS = {"ok": "ok", "beyond": "BEYOND", "unknown": "UNKNOWN"}
 

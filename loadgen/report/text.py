@@ -1,27 +1,29 @@
-"""A report as text: for the terminal and as Markdown.
+"""A report in words and tables: for the terminal, and what its page shares with that.
 
 Text that came from a server is escaped for the place where it is shown. An emulated run says so first.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
-from loadgen.document.content import number
+from loadgen.document import terminal
+from loadgen.document.content import Cell, Document, Items, Listed, Section, Table, Text, Tone, cell, cell_text, number
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import cluster
-from loadgen.report.finding import share
+from loadgen.report.finding import Finding, share
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import (
     Economics,
     GpuUse,
     Lengths,
+    Numbers,
     PhaseStats,
     Report,
     ServerRequests,
@@ -32,17 +34,12 @@ from loadgen.report.schema import (
     TurnStats,
     Window,
 )
+from loadgen.rundir import Manifest
 from loadgen.rundir.emulation import Emulation, HeldOut
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.steady.window import Estimate
 
 T = TypeVar("T")
-
-
-def markdown_text(text: str) -> str:
-    """Printable text that Markdown shows as it is."""
-    shown = escaped(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|!#~$])", r"\\\1", shown)
 
 
 def name_of(report: Report) -> str:
@@ -58,6 +55,14 @@ QUICK_ACKS = "Quick ACKs: each read was acknowledged at once (--quick-acks), whi
 def warning(report: Report) -> str:
     emulation = report.emulation
     return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
+
+
+def origin(numbers: Numbers | Manifest) -> str:
+    """Where a run's numbers come from: "predicted" by a model of the hardware, "emulated" on the embedded server's
+    fixed timetable, which predicts nothing, or "", measured."""
+    if not numbers.emulated:
+        return ""
+    return "predicted" if numbers.emulation is not None else "emulated"
 
 
 def timetable_line(report: Report) -> str:
@@ -82,13 +87,6 @@ def _held_out(report: Report) -> Sequence[HeldOut]:
     """The errors that apply to the numbers of this run: none where it was not at the hardware's own speed."""
     emulation = report.emulation
     return () if emulation is None or emulation.speed != 1 else emulation.held_out
-
-
-_SHOWN = {name: name.replace("_", ".") for name in ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")}
-
-
-def _cells(summary: Summary) -> list[str]:
-    return [number(getattr(summary, statistic)) for statistic in _SHOWN]
 
 
 def economics_lines(told: Economics) -> Iterator[str]:
@@ -477,76 +475,102 @@ def verdict_line(report: Report) -> str:
 
 def render(report: Report) -> str:
     """A summary for a terminal: plain text (no markup), nothing in it that a terminal obeys."""
-    lines = [warning(report), ""] if report.emulated else []
-    lines += [escaped(f"{name_of(report)}, {report.arrival}, run {report.run_id}"), *summary_lines(report)]
-    if report.launch is not None:
-        lines.append(escaped(launch_line(report.launch)))
-    lines.append("")
-    off = off_by_metric(report)
-    rows = [(name, _cells(summary)) for name, summary in latencies(report)]
-    table = aligned([("latency, ms", list(_SHOWN.values())), *rows], 9)
-    shown = ["held out, off by", *(off.get(name, "-") for name, _ in rows)]
-    lines += [f"{line}  {error}" if off else line for line, error in zip(table, shown, strict=True)]
-    for what, columns, parts in _parts(report):
-        lines += ["", *aligned([(f"{what}, latency ms", list(columns)), *parts], 11)]
-    if report.convention != "loadgen":
-        lines += ["", f"By the definitions of {report.convention_differs}"]
-    lines += ["", f"Verdict: {verdict_line(report)}"]
-    for finding in report.verdict.findings:
-        lines.append(f"  {finding.severity:<8}{finding.code}: {escaped(finding.message)}")
-        lines.append(f"  {'':<8}{finding.advice}")
-    if report.errors:
-        lines += ["", "Errors:"]
-    lines += [f"  {error.count} x {error.outcome}: {escaped(error.message)}" for error in report.errors]
-    return "\n".join(lines) + "\n"
+    return terminal.render(summary(report), terminal.WIDEST)
 
 
-def aligned(rows: Rows, least: int, names: int = 21) -> list[str]:
-    """The lines of a table for a terminal, whose cells never touch: a name, and cells in columns of `least` characters
-    or more. names: characters of a name."""
-    cells = [values for _, values in rows]
-    widths = [max(least, *(1 + len(cell) for cell in column)) for column in zip(*cells, strict=True)]
-    return [
-        f"{escaped(name):<{names}} " + "".join(f"{cell:>{width}}" for cell, width in zip(values, widths, strict=True))
-        for name, values in rows
+def summary(report: Report) -> Document:
+    """What a terminal shows of a run; the page (`pages/run.py`) has all."""
+    facts = [Text(warning(report), "warning")] if report.emulated else []
+    facts += [Text(line) for line in summary_lines(report)]
+    facts += [] if report.launch is None else [Text(launch_line(report.launch))]
+    definitions = f"By the definitions of {report.convention_differs}"
+    rows = [[str(error.count), error.outcome, error.message] for error in report.errors]
+    errors = [Table(["requests", "outcome", "message"], rows, numeric=False)] if rows else []
+    sections = [
+        Section("numbers", "Numbers", facts),
+        Section("latency", "Latency", [latency_table(report), *part_tables(report), *prompt_tables(report)]),
+        Section("definitions", "Definitions", [Text(definitions)] if report.convention != "loadgen" else []),
+        Section("findings", "Findings", [listed(report.verdict.findings)]),
+        Section("errors", "Errors", errors),
     ]
+    return Document(
+        title=f"{name_of(report)}, {report.arrival}, run {report.run_id}",
+        verdict=f"Verdict: {verdict_line(report)}",
+        sections=sections,
+        origin=origin(report),
+    )
+
+
+TONES: dict[str, Tone] = {"invalid": "bad", "warning": "warning", "info": "plain"}  # by severity
+
+
+def listed(findings: Iterable[Finding]) -> Items:
+    return Items(
+        [Listed(f"{each.severity} {each.code}", each.message, each.advice, TONES[each.severity]) for each in findings]
+    )
+
+
+STATISTICS = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")  # of a Summary
+
+
+def summaries(first: str, rows: Mapping[str, Summary], caption: str = "", *, folded: bool = False) -> Table:
+    """A table of the statistics of samples, by name. first: the header of the names."""
+    cells: list[list[Cell]] = [
+        [name, *(cell(getattr(each, statistic)) for statistic in STATISTICS)] for name, each in rows.items()
+    ]
+    return Table([first, *(name.replace("_", ".") for name in STATISTICS)], cells, caption, folded=folded)
+
+
+def with_column(table: Table, header: str, texts: Mapping[str, str]) -> Table:
+    """The table with one more column, of texts by the names of its rows; itself without any."""
+    if not texts:
+        return table
+    rows = [[*row, texts.get(cell_text(row[0]), "-")] for row in table.rows]
+    return msgspec.structs.replace(table, headers=[*table.headers, header], rows=rows)
+
+
+def latency_table(report: Report) -> Table:
+    return with_column(summaries("latency, ms", dict(latencies(report))), "held out, off by", off_by_metric(report))
 
 
 _LATENCY_COLUMNS = tuple(f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99"))
 _STEADY = ("mean", "p50", "p99")
-Rows = list[tuple[str, list[str]]]  # the name of each row, and its cells
 
 
-def _parts(report: Report) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
-    """The run in parts, where it has any: what a row is, the columns, the rows. Latencies are in ms."""
+def part_tables(report: Report) -> Iterator[Table]:
+    """The run in parts, where it has any: its steady state, the phases of its load, the turns of its sessions."""
     if report.steady is not None and report.steady.window is not None:
-        found = report.steady.window.metrics
-        columns = (*(f"steady {each}" for each in _STEADY), *(f"whole run {each}" for each in _STEADY))
-        whole = report.metrics
-        yield (
-            "steady state (95 % CI)",
-            columns,
+        headers = (*(f"steady {each}" for each in _STEADY), *(f"whole run {each}" for each in _STEADY))
+        rows: list[list[Cell]] = [
             [
-                (
-                    name.removesuffix("_ms"),
-                    [bounded(of.get(each)) if each == "p99" else estimate(of.get(each)) for each in _STEADY]
-                    + [number(getattr(whole[name], each)) for each in _STEADY],
-                )
-                for name, of in found.items()
-            ],
-        )
+                name.removesuffix("_ms"),
+                *(bounded(of.get(each)) if each == "p99" else estimate(of.get(each)) for each in _STEADY),
+                *(cell(getattr(report.metrics[name], each)) for each in _STEADY),
+            ]
+            for name, of in report.steady.window.metrics.items()
+        ]
+        yield Table(["latency ms", *headers], rows, "Steady state (95 % CI)")
     if report.phases:
         due = "offered/s" if report.sessions is None else "due/s"
-        columns = ("from s", "to s", "requests", due, "finished/s", *_LATENCY_COLUMNS)
-        yield "by phase", columns, [(phase.name, _phase_cells(phase)) for phase in report.phases]
+        rows = [
+            [
+                phase.name, *map(cell, (phase.start_s, phase.end_s, phase.requests)),
+                *map(cell, (phase.offered_requests_per_s, phase.finished_requests_per_s)), *_latency_cells(phase),
+            ]
+            for phase in report.phases
+        ]  # fmt: skip
+        headers = ("from s", "to s", "requests", due, "finished/s", *_LATENCY_COLUMNS)
+        yield Table(["phase, latency ms", *headers], rows, "By phase of the load")
     if report.turns:
-        columns = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
-        yield "by turn", columns, [(turn_name(turn), _turn_cells(turn)) for turn in report.turns]
-
-
-def _phase_cells(phase: PhaseStats) -> list[str]:
-    rates = (phase.offered_requests_per_s, phase.finished_requests_per_s)
-    return [*map(number, (phase.start_s, phase.end_s, phase.requests, *rates)), *_latency_cells(phase)]
+        rows = [
+            [
+                turn_name(turn), *map(cell, (turn.requests, turn.ok, turn.prompt_tokens_mean, turn.cached_tokens_mean)),
+                *_latency_cells(turn),
+            ]
+            for turn in report.turns
+        ]  # fmt: skip
+        headers = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
+        yield Table(["turn, latency ms", *headers], rows, "By turn of the sessions")
 
 
 def turn_name(turn: TurnStats) -> str:
@@ -554,70 +578,16 @@ def turn_name(turn: TurnStats) -> str:
     return f"turn {turn.to_turn}" if same else f"turns {turn.from_turn} to {turn.to_turn}"
 
 
-def _turn_cells(turn: TurnStats) -> list[str]:
-    tokens = (turn.prompt_tokens_mean, turn.cached_tokens_mean)
-    return [*map(number, (turn.requests, turn.ok, *tokens)), *_latency_cells(turn)]
+def _latency_cells(part: PhaseStats | TurnStats) -> Iterator[Cell]:
+    for each in part.metrics.values():
+        yield from (cell(each.p50), cell(each.p99))
 
 
-def _latency_cells(part: PhaseStats | TurnStats) -> Iterator[str]:
-    for summary in part.metrics.values():
-        yield from (number(summary.p50), number(summary.p99))
-
-
-def _part_tables(report: Report) -> Iterator[str]:
-    """A table of the requests due in each phase of the load, and one of the turns; nothing without them."""
-    for what, columns, rows in _parts(report):
-        yield from (
-            "",
-            f"| {what.removeprefix('by ')}, latency ms | " + " | ".join(columns) + " |",
-            "|---" * (len(columns) + 1) + "|",
-        )
-        yield from (f"| {markdown_text(name)} | {' | '.join(cells)} |" for name, cells in rows)
-
-
-def _prompt_table(report: Report) -> Iterator[str]:
+def prompt_tables(report: Report) -> Iterator[Table]:
     """ttft by quartile of prompt length; nothing where prompts have about one length."""
-    if not report.ttft_by_prompt:
-        return
-    yield from (
-        "",
-        "| ttft, ms, by prompt tokens | " + " | ".join(_SHOWN.values()) + " |",
-        "|---" * (len(_SHOWN) + 1) + "|",
-    )
-    for quarter in report.ttft_by_prompt:
-        tokens = f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}"
-        yield f"| {tokens} | {' | '.join(_cells(quarter.ttft_ms))} |"
-    yield from ("", "![ttft by prompt length](ttft_by_prompt.png)")
-
-
-def markdown(report: Report) -> str:
-    """report.md: the same numbers as a page, with the figure."""
-    title = f"# {markdown_text(name_of(report))}, {markdown_text(report.arrival)}"
-    lines = [title, ""]
-    if report.emulated:
-        lines += [f"> **{warning(report)}**", ""]
-    lines += [f"**Verdict: {verdict_line(report)}.**", ""]
-    lines += [f"- {line}" for line in summary_lines(report)]
-    if report.launch is not None:
-        lines += [f"- {markdown_text(launch_line(report.launch))}", "", f"      {escaped(report.launch.command)}"]
-    lines += ["", "![Latency CDF](cdf.svg)", "", "![The run over time](timeline.png)", ""]
-    off = off_by_metric(report)
-    shown = [*_SHOWN.values(), *(["held out, off by"] if off else [])]
-    lines.append("| latency, ms | " + " | ".join(shown) + " |")
-    lines.append("|---" * (len(shown) + 1) + "|")
-    for name, summary in latencies(report):
-        cells = " | ".join([*_cells(summary), *([off.get(name, "-")] if off else [])])
-        lines.append(f"| `{name}` | {cells} |")
-    lines += [*_part_tables(report), *_prompt_table(report)]
-    lines += ["", f"Definitions: {markdown_text(report.convention_differs)}", ""]
-    if report.verdict.findings:
-        lines += ["## Findings", ""]
-    for finding in report.verdict.findings:
-        lines.append(f"- **{finding.severity}** `{finding.code}`: {markdown_text(finding.message)}")
-        lines.append(f"  {markdown_text(finding.advice)}")
-    if report.errors:
-        lines += ["", "## Errors", "", "| requests | outcome | message |", "|---|---|---|"]
-    lines += [f"| {error.count} | {error.outcome} | {markdown_text(error.message)} |" for error in report.errors]
-    server = f", server version {markdown_text(report.server_version)}" if report.server_version else ""
-    lines += ["", f"Run {markdown_text(report.run_id)}, llm-dissect {markdown_text(report.version)}{server}."]
-    return "\n".join(lines) + "\n"
+    if report.ttft_by_prompt:
+        rows = {
+            f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}": quarter.ttft_ms
+            for quarter in report.ttft_by_prompt
+        }
+        yield summaries("ttft, ms, by prompt tokens", rows, "ttft by quarter of the prompts")

@@ -25,10 +25,10 @@ from loadgen.document.content import (
     Table,
     Text,
     Tone,
+    cell,
     number,
 )
 from loadgen.report.pages import several
-from loadgen.report.pages.parts import cell
 from loadgen.report.repeats import ENDED_EARLY
 from loadgen.report.text import EMULATED
 from loadgen.search import objective, results

@@ -20,10 +20,11 @@ from loadgen.document.content import (
     Series,
     Table,
     Text,
+    cell,
 )
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import series
-from loadgen.report.pages.parts import cdf_rule, cell, rounded
+from loadgen.report.pages.parts import cdf_rule, rounded
 from servers.predict import paper_layout
 from servers.predict.paper import DoesNotFit, Numbers, Result, Summary, stated, verdict
 

@@ -273,9 +273,10 @@ def run_directory(data: bytes) -> None:
         shown(error)
         return
     assert all(
-        line.isprintable() for line in (*texts.render(report).splitlines(), *texts.markdown(report).splitlines())
+        line.isprintable()
+        for line in (*texts.render(report).splitlines(), *markdown.render(texts.summary(report)).splitlines())
     )
-    assert "<script" not in texts.markdown(report)
+    assert "<script" not in markdown.render(texts.summary(report))
     assert reports.to_json(report).isascii()
     reports.write_numbers(_directory(), report, table)
     page = (_directory() / "report.html").read_text()

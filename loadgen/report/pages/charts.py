@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from loadgen.document.content import Chart, Mark, Series, Shade, number
 from loadgen.monitor.server_view import ServerSample
-from loadgen.report import metrics, sessions, slices
+from loadgen.report import metrics, sessions, slices, text
 from loadgen.report.finding import share
 from loadgen.report.metrics import CONVENTIONS, Convention, Summary
 from loadgen.report.pages import intervals, parts, series
@@ -72,7 +72,7 @@ class Shown:
 
     @property
     def origin(self) -> str:
-        return parts.origin(self.report)
+        return text.origin(self.report)
 
     @property
     def end_s(self) -> float:

@@ -22,6 +22,7 @@ from loadgen.document.content import (
     Table,
     Text,
     Tone,
+    cell,
 )
 from loadgen.report import compare, gate, repeats
 from loadgen.report.compare import BETTER, MAIN, NO_INTERVAL, WORSE, Comparison, Side, direction
@@ -31,7 +32,6 @@ from loadgen.report.metrics import GOODPUT, Distribution
 from loadgen.report.pages import parts, several
 from loadgen.report.pages import run as run_page
 from loadgen.report.pages.charts import LATENCIES
-from loadgen.report.pages.parts import cell
 from loadgen.steady.blocks import Bounds
 
 TONES: dict[str, Tone] = {"INVALID": "bad", WORSE: "warning", BETTER: "good"}

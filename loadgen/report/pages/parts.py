@@ -3,72 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.document.content import Cell, Chart, Items, Listed, Number, Series, Table, Tone, number
-from loadgen.report.finding import Finding
-from loadgen.report.metrics import Distribution, Summary
+from loadgen.document.content import Chart, Series, number
+from loadgen.report.metrics import Distribution
 from loadgen.report.pages import series
-from loadgen.report.schema import Numbers
 from loadgen.rundir import Manifest
 from loadgen.steady.blocks import Bounds
 
-SHOWN = ("n", "mean", "p50", "p90", "p95", "p99", "p99_9", "max")  # of a Summary
-TONES: dict[str, Tone] = {"invalid": "bad", "warning": "warning", "info": "plain"}  # by severity
 LEAST_STEPS = 250  # of each CDF, however many share a chart
 _DIGITS = 5  # significant: what a pixel can show
-
-
-def cell(value: float | None, unit: str = "") -> Number:
-    """A number as the report's text shows it, with the exact one behind it."""
-    return Number(f"{number(value)}{unit if value is not None else ''}", None if value is None else float(value))
 
 
 def interval(bounds: Bounds | None) -> str:
     """A 95 % interval as text; a dash where there is none."""
     return "-" if bounds is None else f"{number(bounds[0])} to {number(bounds[1])}"
-
-
-def summaries(
-    first: str,
-    rows: Mapping[str, Summary],
-    caption: str = "",
-    *,
-    folded: bool = False,
-    extra: tuple[str, Mapping[str, str]] = ("", {}),
-) -> Table:
-    """A table of the statistics of samples, by name. first: the header of the names. extra: the header of one more
-    column, and its texts by name; nothing where there are none."""
-    header, texts = extra
-    headers = [first, *(name.replace("_", ".") for name in SHOWN), *([header] if texts else [])]
-    cells: list[Sequence[Cell]] = [
-        [
-            name,
-            *(cell(getattr(summary, statistic)) for statistic in SHOWN),
-            *([texts.get(name, "-")] if texts else []),
-        ]
-        for name, summary in rows.items()
-    ]
-    return Table(headers=headers, rows=cells, caption=caption, folded=folded)
-
-
-def findings(each: Iterable[Finding]) -> Items:
-    return Items(
-        items=[
-            Listed(
-                head=f"{finding.severity} {finding.code}",
-                text=finding.message,
-                advice=finding.advice,
-                tone=TONES[finding.severity],
-            )
-            for finding in each
-        ]
-    )
 
 
 def settings(manifest: Manifest) -> dict[str, Any]:
@@ -80,14 +34,6 @@ def settings(manifest: Manifest) -> dict[str, Any]:
         **{key: getattr(manifest, key) for key in fields},
         **{f"machine.{key}": getattr(machine, key) for key in machine.__struct_fields__},
     }
-
-
-def origin(numbers: Numbers | Manifest) -> str:
-    """Where a run's numbers come from: "predicted" by a model of the hardware, "emulated" on the embedded server's
-    fixed timetable, which predicts nothing, or "", measured."""
-    if not numbers.emulated:
-        return ""
-    return "predicted" if numbers.emulation is not None else "emulated"
 
 
 def shared_origin(origins: Iterable[str]) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text, number
+from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text, cell, number
 from loadgen.report import repeats
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import several
-from loadgen.report.pages.parts import cell
 from loadgen.report.repeats import LESSER, Repeat, Repeated
 
 FILE = "repeat.html"

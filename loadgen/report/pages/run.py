@@ -24,13 +24,14 @@ from loadgen.document.content import (
     Text,
     Tile,
     Tone,
+    cell,
     number,
 )
 from loadgen.report import cluster, metrics, text
-from loadgen.report.pages import charts, intervals, parts
+from loadgen.report.pages import charts, intervals
 from loadgen.report.pages.charts import LATENCIES, Shown
-from loadgen.report.pages.parts import cell, interval
-from loadgen.report.schema import PhaseStats, Report, TurnStats
+from loadgen.report.pages.parts import interval
+from loadgen.report.schema import Report
 from loadgen.rundir.outcomes import OUTCOMES
 
 FILE = "report.html"
@@ -55,7 +56,7 @@ def page(run: Shown) -> Document:
         *(
             []
             if prompts is None
-            else [Section("prompts", "Prompt length", [prompts, *_by_prompt(report)], ("ttft_by_prompt.png",))]
+            else [Section("prompts", "Prompt length", [prompts, *text.prompt_tables(report)], ("ttft_by_prompt.png",))]
         ),
         Section("slowest", "Slowest requests", list(_slowest(run))),
         Section("errors", "Errors", list(_errors(run))),
@@ -70,7 +71,7 @@ def page(run: Shown) -> Document:
         tiles=list(_tiles(report)),
         sections=sections,
         tone=tone(report),
-        origin=parts.origin(report),
+        origin=text.origin(report),
         footer=f"Run {report.run_id}, llm-dissect {report.version}. {report.convention_differs}",
     )
 
@@ -108,7 +109,7 @@ def _verdict(report: Report) -> Iterator[Block]:
     if report.emulated:
         yield Text(text.warning(report), "warning")
     if report.verdict.findings:
-        yield parts.findings(report.verdict.findings)
+        yield text.listed(report.verdict.findings)
     else:
         yield Text("Nothing was found that speaks against these numbers.", "good")
 
@@ -200,10 +201,10 @@ def _numbers(run: Shown) -> Iterator[Block]:
     late = {name.removesuffix("_ms"): each for name, each in report.late_statistics.items()}
     marks = {name: ", ".join(each).replace("_", ".") for name, each in late.items()}
     extra = ("made by the client's stalls", marks) if marks else ("held out, off by", text.off_by_metric(report))
-    yield parts.summaries("latency, ms", dict(text.latencies(report)), "Latency", extra=extra)
+    yield text.with_column(text.summaries("latency, ms", dict(text.latencies(report)), "Latency"), *extra)
     yield latency_intervals([run])
     yield Text(intervals.MEANING)
-    yield from _parts(report)
+    yield from text.part_tables(report)
     if report.server is not None and report.server.replicas:
         yield Table(headers=list(text.REPLICA_HEADS), rows=list(text.replica_rows(report.server)), caption="By replica")
     if report.stamps:
@@ -262,40 +263,6 @@ def latency_intervals(runs: Sequence[Shown]) -> Table:
     return Table(headers=headers, rows=rows, caption="Latency with intervals")
 
 
-def _parts(report: Report) -> Iterator[Block]:
-    """By phase of the load and by turn of the sessions, where there are any."""
-    latency = [f"{name} {statistic}" for name in ("ttft", "tpot", "e2el") for statistic in ("p50", "p99")]
-    if report.phases:
-        due = "offered/s" if report.sessions is None else "due/s"
-        rows: list[list[Cell]] = [
-            [
-                phase.name,
-                *map(cell, (phase.start_s, phase.end_s, phase.requests, phase.offered_requests_per_s)),
-                cell(phase.finished_requests_per_s),
-                *_percentiles(phase),
-            ]
-            for phase in report.phases
-        ]
-        headers = ["phase, latency ms", "from s", "to s", "requests", due, "finished/s", *latency]
-        yield Table(headers=headers, rows=rows, caption="By phase of the load")
-    if report.turns:
-        rows = [
-            [
-                text.turn_name(turn),
-                *map(cell, (turn.requests, turn.ok, turn.prompt_tokens_mean, turn.cached_tokens_mean)),
-                *_percentiles(turn),
-            ]
-            for turn in report.turns
-        ]
-        headers = ["turn, latency ms", "requests", "ok", "prompt tokens", "cached tokens", *latency]
-        yield Table(headers=headers, rows=rows, caption="By turn of the sessions")
-
-
-def _percentiles(part: PhaseStats | TurnStats) -> Iterator[Cell]:
-    for summary in part.metrics.values():
-        yield from (cell(summary.p50), cell(summary.p99))
-
-
 def over_time(runs: Sequence[Shown]) -> list[Block]:
     """The charts over time; where nobody sampled the server, a line that says so."""
     drawn, empty = charts.over_time(runs)
@@ -305,15 +272,6 @@ def over_time(runs: Sequence[Shown]) -> list[Block]:
     if not any(run.samples for run in runs):
         blocks.append(Text("There are no samples of the server (queue, KV cache, preemptions) or of GPUs."))
     return blocks
-
-
-def _by_prompt(report: Report) -> Iterator[Block]:
-    if report.ttft_by_prompt:
-        rows = {
-            f"{number(quarter.from_tokens)} to {number(quarter.to_tokens)}": quarter.ttft_ms
-            for quarter in report.ttft_by_prompt
-        }
-        yield parts.summaries("ttft, ms, by prompt tokens", rows, "ttft by quarter of the prompts")
 
 
 def _slowest(run: Shown) -> Iterator[Block]:

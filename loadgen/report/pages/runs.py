@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from loadgen.document.content import Block, Cell, Code, Document, Items, Link, Listed, Section, Table, Text, Tone
+from loadgen.document.content import Block, Cell, Code, Document, Items, Link, Listed, Section, Table, Text, Tone, cell
 from loadgen.report import text
 from loadgen.report.pages import charts, intervals, parts, run
 from loadgen.report.pages.charts import Shown
-from loadgen.report.pages.parts import cell
 
 
 def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Document:

@@ -8,6 +8,7 @@ from pathlib import Path
 from loadgen import rundir
 from loadgen.document import html, markdown
 from loadgen.document.content import Block, Cell, Document, Items, Link, Listed, Table, Tone
+from loadgen.report import text
 from loadgen.report.build import NO_MEMORY, ReportError, no_memory
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import parts
@@ -41,7 +42,7 @@ def origin(runs: Iterable[Path]) -> str:
     origins = []
     for run in runs:
         try:
-            origins.append(parts.origin(rundir.read_manifest(run)))
+            origins.append(text.origin(rundir.read_manifest(run)))
         except rundir.RunError:
             continue
     return parts.shared_origin(origins)

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.document.content import Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table
+from loadgen.document.content import Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table, cell
 from loadgen.report import sweeps
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import several
-from loadgen.report.pages.parts import cell
 from loadgen.report.sweeps import (
     BY_TOKENS,
     INTERACTIVITY,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.client.turns import NO_IDS
+from loadgen.document import markdown
 from loadgen.load.load import Load
 from loadgen.monitor.server_view import ServerStats, ServerView
 from loadgen.report import build, sessions, text
@@ -176,10 +177,10 @@ def test_what_the_texts_say(tmp_path: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(built), type=Report) == built
     line = "Sessions: 3 begun, 2 ended, 1 failed; 7 turns; at most 2 open and 1 thinking at once."
     think = "Think time: 0.070 s in the mean; the next turn left 3.00 ms (p50), 3.98 ms (p99) after it was due."
-    for shown in (text.render(built), text.markdown(built)):
+    for shown in (text.render(built), markdown.render(text.summary(built))):
         assert line in shown and think in shown and "Offered" not in shown
     row = ["2", "1", "40.00", "-", "100.0", "100.0", "20.00", "20.00", "160.0", "160.0"]
-    assert f"| turn 2 | {' | '.join(row)} |" in text.markdown(built)
+    assert f"| turn 2 | {' | '.join(row)} |" in markdown.render(text.summary(built))
     (shown,) = (line for line in text.render(built).splitlines() if line.startswith("turn 2 "))
     assert shown.split() == ["turn", "2", *row]
     cut = text.render(report(hand()[:-1], requests_planned=7))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.document import markdown
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import build, slices
 from loadgen.report import text as texts
@@ -48,9 +49,9 @@ def test_phases_in_texts_and_in_json_and_nothing_without_them(tmp_path: Path) ->
     built = build.build(manifest(phases=(Phase("4/s", 0.0, 2.0), hostile)), table(rows), [facts()])
     assert not NEW & msgspec.to_builtins(without).keys() and msgspec.to_builtins(built)["phases"][1]["requests"] == 200
     assert msgspec.json.decode(msgspec.json.encode(built), type=Report) == built
-    terminal, page = texts.render(built), texts.markdown(built)
-    assert "phase" not in texts.render(without) + texts.markdown(without)
-    assert "by phase" in terminal and "| phase, latency ms | from s | to s |" in page and "\x1b" not in terminal + page
+    terminal, page = texts.render(built), markdown.render(texts.summary(built))
+    assert "phase" not in texts.render(without) + markdown.render(texts.summary(without))
+    assert "By phase" in terminal and "| phase, latency ms | from s | to s |" in page and "\x1b" not in terminal + page
     head, row = (
         next(line for line in page.splitlines() if line.startswith(start)) for start in ("| phase", "| to 8/s")
     )
@@ -89,7 +90,11 @@ def test_asked_lengths() -> None:
     assert drawn == Lengths(mean=51.0, p10=11.0, p50=51.0, p90=91.0, p99=100.0, max=101)
     built = build.build(manifest(), table(lengths_of(range(1, 102))), [facts()])
     line = "Asked prompt tokens: mean 51.00, p10 11.00, p50 51.00, p90 91.00, p99 100.0, max 101."
-    assert line in texts.render(built) and line in texts.markdown(built) and built.asked_output_tokens is None
+    assert (
+        line in texts.render(built)
+        and line in markdown.render(texts.summary(built))
+        and built.asked_output_tokens is None
+    )
 
 
 def lengths_of(prompts: Any, *, asked: bool = True) -> list[Record]:
@@ -112,7 +117,7 @@ def test_ttft_by_quartile_of_prompt_length(asked: bool, tmp_path: Path) -> None:
     build.write(run, built, kept)
     assert (run / "ttft_by_prompt.png").read_bytes().startswith(b"\x89PNG")
     assert "| 200 to 299 | 100 | 249.5 |" in (run / "report.md").read_text()
-    assert "![ttft by prompt length](ttft_by_prompt.png)" in (run / "report.md").read_text()
+    assert "![Prompt length](ttft_by_prompt.png)" in (run / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

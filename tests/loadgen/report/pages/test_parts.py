@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.document import content
 from loadgen.document.content import Number
+from loadgen.report import text
 from loadgen.report.contrast import SAME
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Distribution, Summary
@@ -32,10 +34,10 @@ def test_what_is_not_finite_is_a_gap() -> None:
 
 
 def test_cells_show_the_report_and_hold_the_exact_number() -> None:
-    assert parts.cell(1234.5678) == Number("1,235", 1234.5678)
-    assert parts.cell(None) == Number("-", None)
+    assert content.cell(1234.5678) == Number("1,235", 1234.5678)
+    assert content.cell(None) == Number("-", None)
     assert parts.interval((1.0, 2.5)) == "1.00 to 2.50" and parts.interval(None) == "-"
-    table = parts.summaries("latency", {"ttft": Summary(n=2, mean=3.25)}, extra=("off by", {"ttft": "1 %"}))
+    table = text.with_column(text.summaries("latency", {"ttft": Summary(n=2, mean=3.25)}), "off by", {"ttft": "1 %"})
     assert table.headers[-2:] == ["max", "off by"] and table.rows[0][-1] == "1 %"
     assert [cell for cell in table.rows[0] if isinstance(cell, Number)][:2] == [Number("2", 2.0), Number("3.25", 3.25)]
 
@@ -65,7 +67,7 @@ def test_many_runs_share_a_chart_and_its_size() -> None:
 def test_findings_have_their_tone() -> None:
     severities = ("invalid", "warning", "info")
     found = [Finding(code="CODE", severity=each, message=SAME, advice="Do it.") for each in severities]  # type: ignore[arg-type]
-    items = parts.findings(found).items
+    items = text.listed(found).items
     assert [(item.head, item.tone) for item in items] == [
         ("invalid CODE", "bad"), ("warning CODE", "warning"), ("info CODE", "plain")
     ]  # fmt: skip
