@@ -134,7 +134,7 @@ audit: $(VENV)/installed-dev
 	PYTHON="$(PYTHON)" .ci/audit
 
 docs: .venv-docs/installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 bench: $(VENV)/installed-dev
 	benchmarks/peers.sh
