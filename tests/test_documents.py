@@ -21,6 +21,9 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 MOST_LINES = 100  # of README.md
+MOST_WORDS = 25_000  # of what users read
+FOR_USERS = [Path("METHODOLOGY.md"), *(path for path in DOCUMENTS if path.parent == Path("docs"))]
+FOR_USERS.remove(Path("docs/architecture.md"))
 
 
 def anchors(document: Path) -> set[str]:
@@ -65,6 +68,18 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_documents_for_users_are_short() -> None:
+    """A table's rules are no words."""
+    words = [word for path in FOR_USERS for word in (ROOT / path).read_text().replace("|", " ").split()]
+    assert len([word for word in words if any(letter.isalnum() for letter in word)]) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("document", FOR_USERS, ids=str)
+def test_each_opens_with_a_command(document: Path) -> None:
+    _, _, opening, *_ = (ROOT / document).read_text().splitlines()
+    assert opening.startswith("```")
 
 
 def commands_of(document: Path) -> list[list[str]]:
