@@ -393,6 +393,29 @@ def compare(
     return gate.finish(checks, warnings, "loadgen", junit, summary, comparison.conclusion(compared)[0])
 
 
+def import_results(
+    file: Annotated[Path, Parameter(help="Results of another load generator.")],
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(help="Run directory to make (default: runs/ and a new name).")] = None,
+) -> int:
+    """Make a run directory of another load generator's results, which report, compare and sweep read: of vllm bench
+    serve, SGLang's bench, guidellm, aiperf, inference-perf and genai-perf. What it did not keep is unknown.
+
+    For example: loadgen import result.json --out runs/by-vllm
+    """
+    from loadgen.rundir import others
+
+    loads = others.read(file)
+    top = out or Path("runs") / rundir.new_run_id()
+    several = [top / name for name in others.names(loads)] if len(loads) > 1 else [top]
+    codes = []
+    for load, directory in zip(loads, several, strict=True):
+        others.write(load, directory, ["loadgen", *sys.argv[1:]], file)
+        codes.append(report_one(directory, "loadgen"))
+    return max(codes)
+
+
 def list_runs(
     directory: Annotated[Path, Parameter(name="runs", help="Directory of run directories.")] = Path("runs"), /
 ) -> int:
@@ -626,6 +649,7 @@ def build_app(*, described: bool = False) -> App:
     for command in (run, sweep, search, report, collect, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
+    app.command(import_results, name="import")
     app.command(list_runs, name="list")
     app.command(show)
     app.command(completion)

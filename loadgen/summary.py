@@ -18,9 +18,9 @@ from loadgen.document.content import number
 from loadgen.report import sweeps
 from loadgen.report.finding import Finding
 from loadgen.report.repeats import Repeated
-from loadgen.report.schema import Report, Verdict
+from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, timetable_line, warning
+from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, timetable_line, verdict_line, warning
 
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -34,7 +34,7 @@ STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
 
 def of_run(report: Report, columns: int) -> list[Text]:
     """The screen of a run, but for its files."""
-    top = _verdict(report.verdict, columns) + _emulated(report.emulated, warning(report), columns)
+    top = _verdict(report, columns) + _emulated(report.emulated, warning(report), columns)
     top += _quick_acks(report.quick_acks, columns)
     below = [Text(), *_facts(report, columns), Text(), *_latencies(report, columns)]
     room = SCREEN_LINES - FILES_LINES - len(top) - len(below)
@@ -146,10 +146,9 @@ def _quick_acks(given: bool, columns: int) -> list[Text]:
     return wrapped(Text(QUICK_ACKS), columns) if given else []
 
 
-def _verdict(verdict: Verdict, columns: int) -> list[Text]:
-    if verdict.valid:
-        return [Text("VALID", style="bold green")]
-    return wrapped(Text("INVALID: do not quote these numbers", style="bold red"), columns)
+def _verdict(report: Report, columns: int) -> list[Text]:
+    style = "bold red" if not report.verdict.valid else "bold yellow" if report.imported else "bold green"
+    return wrapped(Text(verdict_line(report), style=style), columns)
 
 
 def _findings(findings: Sequence[Finding], columns: int, room: int) -> list[Text]:

@@ -35,6 +35,7 @@ loadgen doctor
 loadgen run --requests 20 --output-tokens 4 --no-calibrate --out run
 loadgen report run
 loadgen compare run run
+2 loadgen import trained/results.jsonl
 loadgen list .
 loadgen show run
 loadgen completion bash

@@ -180,6 +180,7 @@ def _on_the_wire(
         "retried_connections": len(measured.retried),
         "wire": manifest.wire,
         "quick_acks": bool(manifest.config.get("quick_acks")),
+        "imported": "" if manifest.imported is None else manifest.imported.tool,
         "ttft_answer_ms": _answer(measured, rules),
         "ttft_of_delivery": findings.is_delivery(measured),
     }

@@ -106,6 +106,7 @@ def find(
     acks = list(_delayed_acks(numbers, measured))
     waited = any(finding.severity == "invalid" for finding in acks)
     listed = [
+        *_imported(manifest),
         *_contradictions(doubts, contradictions.of_records(table, measured, facts, manifest)),
         *_server_ended(numbers.launch, measured),
         *_cluster(numbers),
@@ -241,7 +242,21 @@ def _count(measured: Table, *outcomes: str) -> int:
     return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
 
 
+def _imported(manifest: Manifest) -> Iterator[Finding]:
+    """Another tool measured it, and what it did not keep cannot be judged."""
+    if manifest.imported is not None:
+        yield Finding(
+            code="IMPORTED",
+            severity="warning",
+            message=f"{manifest.imported.tool} measured this, and whether its client kept up cannot be told: "
+            f"{manifest.imported.lacks}.",
+            advice="Measure with loadgen run for numbers whose client, wire and load are judged.",
+        )
+
+
 def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+    if manifest.imported is not None:
+        return
     planned, interrupted = manifest.requests_planned, any(fact.state == "interrupted" for fact in facts)
     missing = 0 if interrupted or planned is None else max(0, planned - len(measured))
     if len(facts) + _lost_processes(manifest) < (manifest.client_processes or 1) or missing:

@@ -290,6 +290,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_answer_ms: from the request to the first event of the answer, of replies whose reasoning was told apart.
     reply_models: models that replies named in place of the one that was asked for, and how many did.
     stamps: the server's own times beside the client's.
+    imported: the load generator whose results these are, where it was not this one.
     quick_acks: whether each read was acknowledged at once, as ordinary clients do not.
     ttft_of_delivery: replies came in pieces, and ttft is when the first of them was delivered.
     Left out where they say nothing: asked lengths that are all one, ttft by prompt length where the prompts' lengths
@@ -322,6 +323,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ceiling: CeilingUse | None
     wire: WireFacts | None = None
     quick_acks: bool = False
+    imported: str = ""
     emulation: Emulation | None
     launch: LaunchFacts | None
     server: ServerStats | None

@@ -470,6 +470,8 @@ def _phrases(*templates: tuple[str, float | None]) -> list[str]:
 
 
 def verdict_line(report: Report) -> str:
+    if report.imported and report.verdict.valid:
+        return escaped(f"NOT JUDGED: {report.imported} measured this")
     return "VALID" if report.verdict.valid else "INVALID: do not quote these numbers"
 
 

@@ -76,6 +76,13 @@ class WireFacts(msgspec.Struct, frozen=True, kw_only=True):
     events_per_read_quick: float
 
 
+class Imported(msgspec.Struct, kw_only=True):
+    """Which other load generator sent a load, and what it did not keep, a clause."""
+
+    tool: str
+    lacks: str
+
+
 class Manifest(msgspec.Struct, kw_only=True):
     """What was measured on what. Secrets never get here: the API key is named by its environment variable only."""
 
@@ -109,6 +116,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     launch: LaunchFacts | None = None  # the server that was started for the run
     stopped_overloaded: bool = False  # it was ended early, since the server was seen to fall behind
     cluster: ClusterFacts | None = None  # the machines that sent it, where they are several
+    imported: Imported | None = None  # another tool's results, which `loadgen import` read
 
 
 class MetricSample(msgspec.Struct, frozen=True):

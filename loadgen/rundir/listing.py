@@ -41,6 +41,7 @@ class _Results(msgspec.Struct):
     model: str = ""
     arrival: str = ""
     emulated: bool = False
+    imported: str = ""
     verdict: _Judged | None = None
     throughput: dict[str, object] = {}
     metrics: dict[str, dict[str, object]] = {}
@@ -69,6 +70,8 @@ def _listed(directory: Path) -> Listed | None:
             data = foreign_files.read_bytes(directory / name, directory, MOST_BYTES)
             results = msgspec.json.decode(data, type=_Results)
     valid = results.verdict.valid if results.verdict is not None else None
+    if results.imported:
+        valid = None  # not judged
     if results.runs:
         valid = all(run.valid for run in results.runs)
     numbers = (

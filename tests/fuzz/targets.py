@@ -48,7 +48,7 @@ from loadgen.report import build as reports
 from loadgen.report import sweeps
 from loadgen.report import text as texts
 from loadgen.report.pages import sweep as sweep_page
-from loadgen.rundir import records
+from loadgen.rundir import others, records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search.sweep import planned_runs
 from loadgen.target import Target
@@ -364,6 +364,17 @@ def model(data: bytes) -> None:
     assert all(math.isfinite(size) and size >= 0 for size in (*sizes, spec.active_parameters))
 
 
+def results(data: bytes) -> None:
+    """A file of another load generator's results."""
+    try:
+        loads = others.read(_file("results.json", data))
+    except others.ForeignResultsError as error:
+        shown(error)
+        return
+    assert all(load.records for load in loads)
+    records.table(load.records[0] for load in loads)
+
+
 def fault_script(data: bytes) -> None:
     """A script of faults for the embedded server."""
     path = _file("faults.json", data)
@@ -393,5 +404,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "profile": profile,
     "gpu": gpu,
     "model": model,
+    "results": results,
     "faults": fault_script,
 }
