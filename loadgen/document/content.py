@@ -30,7 +30,8 @@ def number(value: float | None) -> str:
 
 def made_by(origin: str) -> str:
     """What a reader must know first of numbers of this origin."""
-    return f"{origin.upper()}: emulated hardware, no real server; these numbers describe no real hardware."
+    first = origin.upper() if "emulated" in origin else f"EMULATED ({origin})"
+    return f"{first}: emulated hardware, no real server; these numbers describe no real hardware."
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -103,10 +103,10 @@ def test_empty_columns_and_sections_are_left_out() -> None:
     assert "a fact" in markdown.render(detail) and "a fact" in html.render(detail)
 
 
-@pytest.mark.parametrize("origin", ["emulated", "predicted"])
-def test_what_no_real_server_answered_says_so_first(origin: str) -> None:
+@pytest.mark.parametrize(("origin", "first"), [("emulated", "EMULATED"), ("predicted", "EMULATED (predicted)")])
+def test_what_no_real_server_answered_says_so_first(origin: str, first: str) -> None:
     for text in (markdown.render(document(origin=origin)), terminal.render(document(origin=origin), 80)):
-        assert f"{origin.upper()}: emulated hardware, no real server" in text
+        assert f"{first}: emulated hardware, no real server" in text
 
 
 texts = st.text() | st.just(HOSTILE)

@@ -164,7 +164,7 @@ def test_the_command_writes_everything_and_marks_it(
     assert json.loads(printed.out) == written
     assert (written["emulated"], written["seed"], len(written["runs"])) == (True, 3, 36)
     assert (out / "paper.md").read_text() in printed.err
-    assert "PREDICTED: emulated hardware" in (out / "paper.md").read_text()
+    assert "EMULATED (predicted): emulated hardware" in (out / "paper.md").read_text()
     for number in range(6, 11):
         assert (out / f"figure{number}.png").stat().st_size > 5000
         text = (out / f"figure{number}.svg").read_text()
