@@ -436,6 +436,7 @@ def build_app() -> App:
         name="training_probe",
         help="Measures how fast and in how much memory large language models are trained and fine-tuned here.",
         version=package_version,
+        version_flags=["--version", "-V"],
         result_action="return_value",
     )
     for command in (sweep, breakdown, plan, memory, report, compare, letters):
