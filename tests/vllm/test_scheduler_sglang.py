@@ -138,8 +138,9 @@ def ours(workload: Workload) -> list[StepFacts]:
     steps: list[StepFacts] = []
     scheduled = 0
     while coming or present or under_way:
-        if scheduled and not present and not under_way:
-            assert scheduler.schedule() is None  # the server has a look before others come
+        idle = not (present or under_way) and coming and coming[0][1][2] > scheduled > 0
+        if idle and not workload["overlap"]:
+            assert scheduler.schedule() is None  # the loop turns once before others come
         while len(under_way) < scheduler.depth:
             while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
                 index, (prompt, output, _, segments) = coming.popleft()
