@@ -205,7 +205,7 @@ def test_a_load_that_the_server_fell_behind_takes_no_window_from_the_others(tmp_
     assert swept.steady and not kept.fell_behind and behind.fell_behind
     assert kept.metrics["requests_per_s"].mean == pytest.approx(10, rel=0.01)  # of the window
     assert behind.metrics["requests_per_s"].mean == pytest.approx(5, rel=0.01)  # of the whole run
-    assert "Where the server fell behind there is none" in sweeps.markdown(swept)
+    assert "Where the server fell behind there is none" in " ".join(sweeps.remarks(swept))
     assert all(front == ["1"] for front in swept.pareto.values())
 
 
