@@ -43,7 +43,7 @@ def _block(block: Block) -> Iterator[str]:
             yield from (shown(block.text), "")
         case Items():
             for item in block.items:
-                head = f"**{shown(item.head)}** " if item.head else ""
+                head = f"**{shown(item.head)}**{': ' if item.text else ''}" if item.head else ""
                 yield f"- {head}{shown(item.text)}"
                 if item.advice:
                     yield f"  {shown(item.advice)}"
