@@ -191,7 +191,8 @@ def test_a_closed_loop_sends_until_its_time_is_over() -> None:
 
 class Reply:
     def __init__(self, index: int, received_ns: int, body: bytes, dialect: str, path: str) -> None:
-        wire = DIALECTS[dialect](Settings("m", 4096, prefix_caching=True)).generations[path](body, "id")  # type: ignore[index]
+        generations = DIALECTS[dialect](Settings("m", 4096, prefix_caching=True)).generations  # type: ignore[index]
+        (wire,) = generations[path](body, "id")
         self.index, self.received_ns = index, received_ns
         self.n_prompt_tokens, self.n_tokens = wire.prompt_tokens, wire.output_tokens
         self.segments = wire.segments(self.n_tokens)
