@@ -42,8 +42,9 @@ def test_numbers_are_those_of_the_json(chromium: Chromium, directory: Path, swep
     chromium.open(directory / "sweep.html")
     columns = [metric for _, metric in sweeps.columns(sweeps.read(directory))]
     for row, point in zip(chromium.rows("points"), swept["points"], strict=True):
-        value, _verdict, ok, failed, *means, _findings = row
-        assert (value, ok, failed) == (point["value"], point["requests_ok"], point["requests_failed"])
+        value, _verdict, runs, ok, failed, *means, _findings = row
+        counts = len(point["runs"]), point["requests_ok"], point["requests_failed"]
+        assert (value, runs, ok, failed) == (point["value"], *counts)
         assert means == [point["metrics"][metric]["mean"] for metric in columns]
     assert chromium.text(".verdict").startswith(("VALID", "INVALID"))
     assert chromium.text("h1 .origin") == "predicted"
