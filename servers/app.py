@@ -29,6 +29,7 @@ from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import open_standard_streams, say
 from servers.dialects.lightllm import LightLLM
 from servers.dialects.openai import OpenAI
+from servers.dialects.sglang import SGLang
 from servers.dialects.tgi import TGI
 from servers.serve import between, faults
 from servers.serve.modelled_timing import SimulatedTiming
@@ -40,12 +41,13 @@ from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 
 PROGRAM = "servers"  # in front of what `python -m servers` refuses
-DialectName = Literal["vllm", "openai", "tgi", "lightllm"]
+DialectName = Literal["vllm", "openai", "tgi", "lightllm", "sglang"]
 DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
     "vllm": lambda settings: OpenAI("vllm", settings),
     "openai": lambda settings: OpenAI("openai", settings),
     "tgi": TGI,
     "lightllm": LightLLM,
+    "sglang": SGLang,
 }
 FAULT_HELP = (
     "KIND:WHEN, may be repeated: break requests on purpose. WHEN: N (every N-th), P% (that share of them, drawn from "

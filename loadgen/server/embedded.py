@@ -23,7 +23,14 @@ from loadgen.rundir.emulation import Emulation
 from loadgen.terminal import say
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
-DIALECTS = {"vllm": "vllm", "openai": "openai", "openai-chat": "openai", "lightllm": "lightllm", "tgi": "tgi"}
+DIALECTS = {
+    "vllm": "vllm",
+    "openai": "openai",
+    "openai-chat": "openai",
+    "lightllm": "lightllm",
+    "tgi": "tgi",
+    "sglang": "sglang",
+}
 MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 EMULATED_BODY = b"llm-dissect-emulated"  # in what the server says of itself, which a proxy passes on
