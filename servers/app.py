@@ -68,7 +68,7 @@ _wire, _times, _testing = (partial(option, group) for group in (WIRE, TIMES, TES
 class ServeOptions:
     """Everything but the modelled hardware."""
 
-    dialect: Annotated[DialectName, _wire("Protocol to speak.")] = "vllm"
+    dialect: Annotated[DialectName, _wire("Protocol to speak.", name=("--dialect", "--backend"))] = "vllm"
     host: Annotated[str, _wire("Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         Whole,

@@ -1,13 +1,15 @@
 """The wire of SGLang 0.5.11: `/generate`, whose every event repeats all of the output so far, text and ids.
 
-What was seen of a real one: status 200 and headers before anything is known of the request, so that a stream tells of
-errors in an event, followed by `[DONE]`; the last event adds the server's own times.
+As a real one was seen: a stream begins with status 200 before anything is known of the request, so that it tells of
+errors in an event, followed by `[DONE]`; the last event adds the server's own time. How often a request was retracted
+is left out, for it is not known here.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -18,7 +20,7 @@ from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 _VERSION = "0.5.11"
 _DEFAULT_NEW_TOKENS = 128
-_MESSAGES = {429: "The request queue is full.", 503: "The request queue is full.", 401: "Unauthorized"}
+_FULL = "The request queue is full."
 _SSE = Wire.content_type
 
 
@@ -26,6 +28,7 @@ class Sampling(msgspec.Struct):
     """The parameters that matter here; others are accepted and ignored."""
 
     max_new_tokens: int | None = None
+    temperature: float | None = None
 
 
 class Body(msgspec.Struct):
@@ -49,24 +52,22 @@ class SGLang:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        started_s = int(time.time())
-        info = wire.json_page(200, {"version": _VERSION, "context_length": settings.max_model_len,
-                                    "disable_radix_cache": not settings.prefix_caching})  # fmt: skip
-        model = wire.json_page(200, {"model_path": settings.model, "is_generation": True})
-        healthy = Page(200, b"")
-        models = wire.models_page(
-            settings, started_s, "sglang", root=settings.model, max_model_len=settings.max_model_len
-        )
-        self.pages: Mapping[str, Callable[[], Page]] = {
-            "/": lambda: wire.json_page(200, "SGLang is running"),
-            "/health": lambda: healthy,
-            "/ready": lambda: healthy,
-            "/server_info": lambda: info,
-            "/get_server_info": lambda: info,
-            "/model_info": lambda: model,
-            "/get_model_info": lambda: model,
-            "/v1/models": lambda: models,
+        info = {"model_path": settings.model, "served_model_name": settings.model, "weight_version": wire.MARK}
+        server = {**info, "context_length": settings.max_model_len, "version": _VERSION,
+                  "disable_radix_cache": not settings.prefix_caching}  # fmt: skip
+        pages = {
+            "/": wire.json_page(200, "SGLang is running"),
+            "/health": Page(200, b""),
+            "/ping": Page(200, b""),
+            "/server_info": wire.json_page(200, server),
+            "/get_server_info": wire.json_page(200, server),
+            "/model_info": wire.json_page(200, {**info, "is_generation": True}),
+            "/get_model_info": wire.json_page(200, {**info, "is_generation": True}),
+            "/v1/models": wire.models_page(
+                settings, int(time.time()), "sglang", root=settings.model, max_model_len=settings.max_model_len
+            ),
         }
+        self.pages: Mapping[str, Callable[[], Page]] = {path: partial(_same, page) for path, page in pages.items()}
         self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {"/generate": self._generate}
         self.series: Sequence[Series] = series()
         self.labels = labels_of(engine_type="unified", model_name=settings.model)
@@ -74,47 +75,58 @@ class SGLang:
     def error(self, status: int, message: str | None = None) -> Page:
         if status in (404, 405):  # FastAPI's own
             return wire.json_page(status, {"detail": "Not Found" if status == 404 else "Method Not Allowed"})
-        text = message or _MESSAGES.get(status, "Internal Server Error")
         if status == 401:
-            return wire.json_page(status, {"error": text})
-        return wire.json_page(status, {"error": {"message": text}})
+            return wire.json_page(status, {"error": "Unauthorized"})
+        if status == 400:
+            return wire.json_page(status, {"error": {"message": message or "Bad Request"}})
+        full = status in (429, 503)
+        return wire.json_page(status, _flat(status, _FULL if full else message or "Internal Server Error", str(status)))
 
     def _generate(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         try:
             body = _decode_body(raw)
         except UNDECODABLE as error:
-            flat = {"object": "error", "message": f"1 validation error:\n  {error}", "type": "Bad Request"}
-            raise Refusal(wire.json_page(400, {**flat, "param": None, "code": 400})) from None
+            raise Refusal(wire.json_page(400, _flat(400, f"1 validation error:\n  {error}", "Bad Request"))) from None
+        sampling, limit = body.sampling_params, self._settings.max_model_len
+        asked = _DEFAULT_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
         prompt = body.text if body.input_ids is None else body.input_ids
+        n_prompt = wire.count_tokens(prompt or "")
         if prompt is None:
-            raise self._refusal(body.stream, "Either text, input_ids or input_embeds should be provided.")
-        n_prompt, limit = wire.count_tokens(prompt), self._settings.max_model_len
-        asked = body.sampling_params.max_new_tokens
-        asked = _DEFAULT_NEW_TOKENS if asked is None else asked
-        if asked < 0:
-            raise self._refusal(body.stream, f"max_new_tokens must be at least 0, got {asked}.")
-        if n_prompt >= limit:
-            raise self._refusal(
-                body.stream,
-                f"The input ({n_prompt} tokens) is longer than the model's context length ({limit} tokens).",
-            )
-        if n_prompt + asked > limit:
-            raise self._refusal(
-                body.stream,
+            wrong = "Either text, input_ids or input_embeds should be provided."
+        elif n_prompt == 0:
+            wrong = "Prompt cannot be empty"
+        elif sampling.temperature is not None and sampling.temperature < 0:
+            wrong = f"temperature must be non-negative, got {sampling.temperature:g}."
+        elif asked < 0:
+            wrong = f"max_new_tokens must be at least 0, got {asked}."
+        elif n_prompt >= limit:
+            wrong = f"The input ({n_prompt} tokens) is longer than the model's context length ({limit} tokens)."
+        elif n_prompt + asked > limit:
+            wrong = (
                 f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
                 f"total of {n_prompt + asked} tokens: {n_prompt} tokens from the input messages and {asked} tokens for "
                 "the completion. Please reduce the number of tokens in the input messages or the completion to fit "
-                "within the limit.",
+                "within the limit."
             )
-        reply = SGLangWire(body.stream, n_prompt, max(1, asked), request_id.encode())
-        reply.segments = wire.segments(self._settings, prompt, 1)
-        return [reply]
+        else:
+            reply = SGLangWire(body.stream, n_prompt, max(1, asked), request_id)
+            reply.segments = wire.segments(self._settings, prompt, 1)
+            return [reply]
+        page = self.error(400, wrong)
+        raise Refusal(_in_a_stream(page) if body.stream else page)
 
-    def _refusal(self, streaming: bool, message: str) -> Refusal:
-        page = self.error(400, message)
-        if streaming:
-            page = Page(200, b"data: " + page.body + b"\n\ndata: [DONE]\n\n", content_type=_SSE)
-        return Refusal(page)
+
+def _same(page: Page) -> Page:
+    return page
+
+
+def _flat(status: int, message: str, kind: str) -> dict[str, object]:
+    """The body of errors that no route makes itself."""
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+
+
+def _in_a_stream(page: Page) -> Page:
+    return Page(200, b"data: " + page.body + b"\n\n" + SGLangWire.done, content_type=_SSE)
 
 
 class SGLangWire(Wire):
@@ -122,36 +134,29 @@ class SGLangWire(Wire):
 
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int, request_id: bytes) -> None:
+    def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int, request_id: str) -> None:
         super().__init__(streaming, prompt_tokens, output_tokens)
-        self._id = request_id
+        self._id = wire.encode_json(request_id)
         self._began_s = time.monotonic()
-        self._text = b""  # what was said so far, in JSON, without its quotation marks
-        self._ids = b""
-        self._count = 0
 
     def token(self, count: int) -> bytes:
-        return b"data: " + self._event(count, None) + b"\n\n"
+        return b"data: " + self._output(count, b"null") + b"\n\n"
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
-        return b"data: " + self._event(count, finish) + b"\n\n"
-
-    def _event(self, count: int, finish: Finish | None) -> bytes:
-        for each in range(self._count + 1, count + 1):
-            self._text += wire.WORDS_JSON[(each - 1) % wire.N_WORDS][1:-1]
-            self._ids += b"%s%d" % (b"," if each > 1 else b"", wire.token_id(each))
-        self._count = count
-        return _EVENT % (
-            self._text, self._ids, self._id, self._finish(finish), self.prompt_tokens, count, self.cached_tokens,
-            b"" if finish is None else b',"e2e_latency":%.6f' % (time.monotonic() - self._began_s),
-        )  # fmt: skip
-
-    def _finish(self, finish: Finish | None) -> bytes:
         if finish is None:
-            return b"null"
-        if finish == "length":
-            return b'{"type":"length","length":%d}' % self.output_tokens
-        return b'{"type":"stop","matched":2}'
+            return self.token(count)
+        return b"data: " + self._last(count, finish) + b"\n\n"
+
+    def _last(self, count: int, finish: Finish) -> bytes:
+        reason = b'{"type":"length","length":%d}' % count if finish == "length" else b'{"type":"stop","matched":2}'
+        return self._output(count, reason, b',"e2e_latency":%.6f' % (time.monotonic() - self._began_s))
+
+    def _output(self, count: int, reason: bytes, more: bytes = b"") -> bytes:
+        """All of the first `count` tokens."""
+        return _EVENT % (
+            wire.encode_json(wire.output_text(count)), _ids(count), self._id, reason, self.prompt_tokens, _MARK, count,
+            self.cached_tokens, more,
+        )  # fmt: skip
 
     def tail(self, count: int, done: bool = True) -> bytes:
         return self.done if done else b""
@@ -160,28 +165,43 @@ class SGLangWire(Wire):
         return b'data: {"error":{"message":"Internal Server Error"}}\n\n' + self.done
 
     def refused(self, page: Page) -> Page:
-        """From a full queue: an ordinary event, whose reason to end is an abort."""
+        """Where the queue is full, an ordinary event, whose reason to end is an abort."""
         if not self.streaming:
             return page
-        abort = b'{"type":"abort","message":"The request queue is full.","status_code":503}'
-        event = _EVENT % (b"", b"", self._id, abort, self.prompt_tokens, 0, 0, b"")
-        return Page(200, b"data: " + event + b"\n\n" + self.done, content_type=self.content_type)
+        if page.status == 400:
+            return _in_a_stream(page)
+        return _in_a_stream(Page(200, _ABORT % (self._id, _FULL.encode(), _MARK)))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        return Page(200, self._event(count, finish))
+        return Page(200, self._last(count, finish))
 
 
+_MARK = wire.encode_json(wire.MARK)
 _EVENT = (
-    b'{"text":"%b","output_ids":[%b],"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,'
-    b'"weight_version":"default","total_retractions":0,"queue_time":0.0,"prefill_waiting_latency":null,'
-    b'"prefill_launch_latency":null,"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,'
-    b'"cached_tokens_details":null,"dp_rank":null%b}}'
+    b'{"text":%b,"output_ids":[%b],"meta_info":{"id":%b,"finish_reason":%b,"prompt_tokens":%d,'
+    b'"weight_version":%b,"queue_time":0.0,"prefill_waiting_latency":null,"prefill_launch_latency":null,'
+    b'"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,"cached_tokens_details":null,"dp_rank":null%b}}'
 )
+_ABORT = (
+    b'{"text":"","output_ids":[],"meta_info":{"id":%b,"finish_reason":{"type":"abort","status_code":503,'
+    b'"message":"%b"},"weight_version":%b,"completion_tokens":0}}'
+)
+_SOME_IDS = b"".join(b",%d" % wire.token_id(count) for count in range(1, wire.N_WORDS + 1))
+_ID_BYTES = len(_SOME_IDS) // wire.N_WORDS
+
+
+def _ids(count: int) -> bytes:
+    """Those of the first `count` tokens, as a list has them."""
+    whole, rest = divmod(count, wire.N_WORDS)
+    return (_SOME_IDS * whole + _SOME_IDS[: rest * _ID_BYTES])[1:]
+
+
 _TTFT_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 200.0, 400.0)
 _ITL_S = (0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.035, 0.040, 0.060, 0.080, 0.100, 0.200,
           0.400, 0.600, 0.800, 1.0, 2.0, 4.0, 6.0, 8.0)  # fmt: skip
-_E2E_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 200.0, 400.0, 600.0,
-          1200.0, 1800.0, 2400.0)  # fmt: skip
+_E2E_S = (*_TTFT_S, 600.0, 1200.0, 1800.0, 2400.0)
+_QUEUE_S = (0.0, 0.1, 0.2, 0.5, *range(1, 6), *range(10, 21, 5), *range(30, 101, 10), *range(200, 1001, 100),
+            *range(1200, 2001, 200), 2500, 3000)  # fmt: skip
 
 
 def series() -> list[Series]:
@@ -193,11 +213,12 @@ def series() -> list[Series]:
         Sample("sglang:token_usage", "gauge", "The token usage", lambda t: {"": t.kv_usage_ratio}),
         Sample("sglang:prompt_tokens_total", "counter", "Prompt tokens", lambda t: {"": t.prompt_tokens}),
         Sample("sglang:generation_tokens_total", "counter", "Generation tokens", lambda t: {"": t.output_tokens}),
-        Sample("sglang:cached_tokens_total", "counter", "Cached prompt tokens", lambda t: {"": t.cached_tokens}),
+        Sample("sglang:cached_tokens_total", "counter", "Cached prompt tokens",
+               lambda t: {"device": t.cached_tokens}, label="cache_source"),
         Sample("sglang:num_requests_total", "counter", "Number of requests", lambda t: {"": t.requests}),
         Sample("sglang:num_retracted_requests_total", "counter", "Retracted requests", lambda t: {"": t.preemptions}),
         Distribution("sglang:time_to_first_token_seconds", "Time to first token", "ttft", _TTFT_S),
         Distribution("sglang:inter_token_latency_seconds", "Inter-token latency", "itl", _ITL_S),
         Distribution("sglang:e2e_request_latency_seconds", "End-to-end latency", "e2e", _E2E_S),
-        Distribution("sglang:queue_time_seconds", "Queueing time", "queue", _E2E_S),
+        Distribution("sglang:queue_time_seconds", "Queueing time", "queue", _QUEUE_S),
     ]  # fmt: skip

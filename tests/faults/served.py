@@ -20,7 +20,9 @@ from tests.loadgen.load.loads import load
 HALF = OUTPUT_TOKENS // 2
 STRUCK, REQUESTS = 2, 6  # the third request, one after the other on one connection
 IDLE_S, PATIENT_S = 1.0, 20.0
-DIALECTS = {"vllm": ("vllm", "openai-chat"), "tgi": ("tgi",), "lightllm": ("lightllm",)}  # and the backends that ask
+DIALECTS = {  # and the backends that ask
+    "vllm": ("vllm", "openai-chat"), "tgi": ("tgi",), "lightllm": ("lightllm",), "sglang": ("sglang",),
+}  # fmt: skip
 
 EXPECTED = {
     "reset": Expected(outcome="reset", events=HALF),

@@ -63,7 +63,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi"])
+@pytest.mark.parametrize("backend", ["vllm", "openai", "openai-chat", "lightllm", "tgi", "sglang"])
 def test_the_main_job(backend: str, tmp_path: Path) -> None:
     with measured_lateness() as watched:
         report, said = loadgen(

@@ -63,6 +63,16 @@ def test_ready_line_requests_stamps_and_sigterm(tmp_path: Path) -> None:
     assert sent[0] >= received_ns + 5_000_000
 
 
+def test_a_modelled_sglang_by_the_name_that_runs_have() -> None:
+    process, ready = start("--backend", "sglang", "--gpu", "h200", "--model", "7b")
+    assert (ready["dialect"], ready["emulation"]["scheduler"]) == ("sglang", "sglang@0.5.11")
+    asked = {"input_ids": [7] * 600, "sampling_params": {"max_new_tokens": 3}}
+    reply = ask_on(connection_to(ready["url"]), "POST", "/generate", asked).json
+    assert reply["meta_info"]["completion_tokens"] == 3 and reply["meta_info"]["e2e_latency"] > 0
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+
+
 def test_sigint_ends_streams_under_way_and_keeps_their_stamps(tmp_path: Path) -> None:
     process, ready = start("--itl-ms", "20", "--stamps", str(tmp_path / "s.npz"))
     connection = connection_to(ready["url"])
@@ -164,6 +174,7 @@ def test_api_key_from_the_environment() -> None:
     [
         (["--ttft"], "Unknown option"),
         (["--dialect", "foo"], "--dialect"),
+        (["--backend", "ollama"], "--backend"),
         (["--host", ""], "--host is empty"),
         (["--ttft-ms", "-1"], "--ttft-ms -1 is out of range"),
         (["--itl-ms", "nan"], "--itl-ms nan is out of range"),

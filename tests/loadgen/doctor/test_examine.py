@@ -322,7 +322,7 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
         "-",
         "-",
     )
-    assert rows["sglang"]["emulated"] == "no" and rows["sglang"]["seen for real"] == "0.5.11 on an H200"
+    assert rows["sglang"]["emulated"] == "yes" and rows["sglang"]["seen for real"] == "0.5.11 on an H200"
     assert rows["vllm"]["from"] == "llm-dissect" and rows["vllm"]["server here"] in ("yes", "no")
 
 

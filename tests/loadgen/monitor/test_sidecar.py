@@ -173,6 +173,7 @@ def _alive(pid: int) -> bool:
         ("vllm", set()),
         ("lightllm", {"paused", "kv_reserved_tokens"}),
         ("tgi", {"kv_reserved_tokens"}),
+        ("sglang", {"paused"}),
     ],
 )
 def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, absent: set[str]) -> None:
@@ -182,6 +183,7 @@ def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, abse
         "vllm": ("/v1/completions", {"prompt": [0] * 5, "max_tokens": 4}),
         "lightllm": ("/generate", {"inputs": [0] * 5, "parameters": {"max_new_tokens": 4}}),
         "tgi": ("/generate", {"inputs": "a b c d e", "parameters": {"max_new_tokens": 4}}),
+        "sglang": ("/generate", {"input_ids": [0] * 5, "sampling_params": {"max_new_tokens": 4}}),
     }[dialect]
     with running(tmp_path, dialect, ttft_ms=20, itl_ms=10, api_key=TOKEN) as server:
 
@@ -209,10 +211,10 @@ def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, abse
     assert (seen.waiting_max, seen.running_max) == (0, 0 if seen.samples == 2 else seen.running_max)
     assert seen.e2el_mean_ms is not None and seen.e2el_mean_ms >= 20 + 3 * 10
     assert (seen.ttft_mean_ms or 20) >= 20 and (seen.ttft_mean_ms is None) == (dialect == "tgi")
-    assert (seen.itl_mean_ms is None) == (dialect != "vllm")
+    assert (seen.itl_mean_ms is None) == (dialect not in ("vllm", "sglang"))
     assert seen.prefix_cache_hits == (None if dialect == "tgi" else 0)  # TGI cannot tell
     assert seen.prefix_cache_queries == (None if dialect == "tgi" else 15)
-    assert seen.preemptions == (0 if dialect == "vllm" else None)
+    assert seen.preemptions == (0 if dialect in ("vllm", "sglang") else None)
 
 
 # --- snapshots ---

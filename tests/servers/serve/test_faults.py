@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 from pathlib import Path
@@ -19,8 +20,8 @@ from servers.simulator.virtual import simulate
 from tests.servers.reader import TIMEOUT_S, Running, ask_on, http_request, running, stamps
 from tests.servers.test_app import connection_to, fails, start
 
-DIALECTS = ("vllm", "tgi", "lightllm")
-PATHS = {"vllm": "/v1/completions", "tgi": "/generate_stream", "lightllm": "/generate_stream"}
+DIALECTS = ("vllm", "tgi", "lightllm", "sglang")
+PATHS = {"vllm": "/v1/completions", "tgi": "/generate_stream", "lightllm": "/generate_stream", "sglang": "/generate"}
 WHOLE_PATHS = PATHS | {"tgi": "/generate", "lightllm": "/generate"}
 
 
@@ -28,6 +29,8 @@ def body(dialect: str, n_tokens: int = 10, stream: bool = True) -> dict[str, Any
     if dialect == "vllm":
         options = {"stream_options": {"include_usage": True}} if stream else {}
         return {"prompt": "a b c d", "max_tokens": n_tokens, "stream": stream} | options
+    if dialect == "sglang":
+        return {"text": "a b c d", "sampling_params": {"max_new_tokens": n_tokens}, "stream": stream}
     return {"inputs": "a b c d", "parameters": {"max_new_tokens": n_tokens, "details": True}}
 
 
@@ -42,6 +45,9 @@ def raw_stream(server: Running, dialect: str, n_tokens: int = 10) -> bytes:
 def texts(dialect: str, data: list[Any]) -> list[str]:
     if dialect == "vllm":
         return [event["choices"][0]["text"] for event in data if event.get("choices")]
+    if dialect == "sglang":  # each has what came before it, too
+        said = ["", *(event["text"] for event in data if "text" in event)]
+        return [after.removeprefix(before) for before, after in itertools.pairwise(said)]
     return [event["token"]["text"] for event in data if "token" in event]
 
 
@@ -89,6 +95,8 @@ def test_stall_midway_keeps_the_connection_open(tmp_path: Path, dialect: str) ->
         ("tgi", 503, {"error": "unhealthy", "error_type": "healthcheck"}),
         ("lightllm", 429, {"error": {"message": "Server is busy, please try again later.", "type": "RateLimitError",
                                      "param": None, "code": 429}}),
+        ("sglang", 503, {"object": "error", "message": "The request queue is full.", "type": "503", "param": None,
+                         "code": 503}),
         ("lightllm", 500, {"error": {"message": "Internal Server Error", "type": "InternalServerError", "param": None,
                                      "code": 500}}),
     ],
@@ -123,18 +131,21 @@ def test_stream_error_of_lightllm_ends_the_stream_midway(tmp_path: Path) -> None
     assert answer.data[-1]["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("dialect", "stop"), [("vllm", "stop"), ("tgi", "eos_token"), ("lightllm", "stop")])
+@pytest.mark.parametrize(
+    ("dialect", "stop"),
+    [("vllm", '"stop"'), ("tgi", '"eos_token"'), ("lightllm", '"stop"'), ("sglang", '{"type":"stop"')],
+)
 def test_short_stops_halfway_and_says_so(tmp_path: Path, dialect: str, stop: str) -> None:
     with running(tmp_path, dialect, "short:1") as server:
         answer = stream_of(server, dialect)
         assert len(texts(dialect, answer.data)) == 5
-        assert f'"finish_reason":"{stop}"'.encode() in answer.body
+        assert f'"finish_reason":{stop}'.encode() in answer.body
         whole = server.post(WHOLE_PATHS[dialect], body(dialect, stream=False))
-        assert f'"finish_reason":"{stop}"'.encode() in whole.body
+        assert f'"finish_reason":{stop}'.encode() in whole.body
         assert b" in" in whole.body and b" is" not in whole.body
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "tgi"])
+@pytest.mark.parametrize("dialect", ["vllm", "tgi", "sglang"])
 @pytest.mark.parametrize("n_tokens", [1, 2, 9, 10])
 def test_merge_carries_two_tokens_an_event(tmp_path: Path, dialect: str, n_tokens: int) -> None:
     with running(tmp_path, dialect, "merge:2") as server:
@@ -191,7 +202,7 @@ def test_garbage_midway_is_no_json(tmp_path: Path, dialect: str) -> None:
         events = stream_of(server, dialect).events
     with pytest.raises(ValueError):
         json.loads(events[5].removeprefix(b"data:"))
-    assert len(events) == (13 if dialect == "vllm" else 11)  # it goes on after that
+    assert len(events) == {"vllm": 13, "sglang": 12}.get(dialect, 11)  # it goes on after that
 
 
 def received(server: Running, dialect: str, *ends: bytes) -> bytes:
@@ -214,7 +225,7 @@ def test_an_error_body_with_200(tmp_path: Path, dialect: str) -> None:
     with running(tmp_path, dialect, "json_error:1") as server:
         answer = stream_of(server, dialect)
     assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
-    assert "error" in answer.json
+    assert "error" in (*answer.json, answer.json.get("object"))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -121,7 +121,7 @@ def test_every_answer_says_that_it_is_emulated(tmp_path: Path) -> None:
     assert {answer.headers["server"] for answer in answers} == {"llm-dissect (emulated)"}
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "tgi", "lightllm"])
+@pytest.mark.parametrize("dialect", ["vllm", "tgi", "lightllm", "sglang"])
 def test_wrong_routes_and_methods(tmp_path: Path, dialect: str) -> None:
     with running(tmp_path, dialect) as server:
         assert server.ask("GET", "/nowhere?x=1").status == 404
@@ -139,6 +139,7 @@ def test_wrong_routes_and_methods(tmp_path: Path, dialect: str) -> None:
 @pytest.mark.parametrize(
     ("dialect", "asked", "body"),
     [("vllm", ("GET", "/v1/models"), b'{"error":"Unauthorized"}'),
+     ("sglang", ("GET", "/server_info"), b'{"error":"Unauthorized"}'),
      ("tgi", ("POST", "/tokenize", {"inputs": "a"}), b"")],
 )  # fmt: skip
 def test_api_key(tmp_path: Path, dialect: str, asked: tuple[Any, ...], body: bytes) -> None:
@@ -359,14 +360,14 @@ def test_nothing_is_left_for_the_garbage_collector(tmp_path: Path) -> None:
     ("dialect", "path"),
     [
         ("vllm", "/v1/completions"), ("vllm", "/v1/chat/completions"), ("openai", "/v1/completions"),
-        ("tgi", "/generate_stream"), ("tgi", "/"), ("lightllm", "/generate"),
+        ("tgi", "/generate_stream"), ("tgi", "/"), ("lightllm", "/generate"), ("sglang", "/generate"),
     ],
 )  # fmt: skip
 def test_bodies_that_no_decoder_takes(dialect: str, path: str, tmp_path: Path) -> None:
     """They are the client's fault, and the server goes on, on the same connection."""
-    not_utf8 = b'{"prompt":"\xff","inputs":"\xff","messages":[{"role":"user","content":"\xff"}]}'
+    not_utf8 = b'{"prompt":"\xff","inputs":"\xff","text":"\xff","messages":[{"role":"user","content":"\xff"}]}'
     deep = b"[" * 100_000
-    nested = b'{"prompt":%b,"inputs":%b,"messages":%b,"parameters":%b}' % (deep, deep, deep, deep)
+    nested = b'{"prompt":%b,"inputs":%b,"messages":%b,"parameters":%b,"text":%b}' % ((deep,) * 5)
     with running(tmp_path, dialect) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
         for body in (not_utf8, nested):

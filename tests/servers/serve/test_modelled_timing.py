@@ -100,7 +100,7 @@ def test_a_client_that_goes_frees_its_memory() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["vllm", "tgi", "lightllm"])
+@pytest.mark.parametrize("backend", ["vllm", "tgi", "lightllm", "sglang"])
 def test_the_wire_gives_the_times_of_virtual_time(backend: str, tmp_path: Path) -> None:
     """The real server and client; virtual time is given the moments at which the client really sent. Beyond the model a
     token waits for the server's timer and for the client's loop, as late as the machine is on average."""
@@ -156,7 +156,7 @@ def test_a_trace_is_played_as_it_is_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["vllm", "lightllm", "tgi"])
+@pytest.mark.parametrize("backend", ["vllm", "lightllm", "tgi", "sglang"])
 def test_sessions_are_played_as_they_are_predicted(backend: str, tmp_path: Path) -> None:
     """Turn by turn: what is asked, what of it is known, and how long it takes; a turn's own lateness moves the next."""
     flags = f"--backend {backend} --gpu h200 --sessions 12 --turns uniform:1:5 --think-time uniform:0:0.5 --warmup 0 "

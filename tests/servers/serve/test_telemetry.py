@@ -54,7 +54,7 @@ def test_text_format() -> None:
     ]
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "openai", "tgi", "lightllm"])
+@pytest.mark.parametrize("dialect", ["vllm", "openai", "tgi", "lightllm", "sglang"])
 def test_every_line_is_prometheus_text(tmp_path: Path, dialect: str) -> None:
     with running(tmp_path, dialect) as server:
         text = server.ask("GET", "/metrics").body.decode()
