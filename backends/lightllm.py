@@ -273,5 +273,5 @@ BACKEND = Backend(
         "prefix_cache_queries": "lightllm_request_input_length_sum",
     },
     adapter=ADAPTER,
-    seen="1.2.0 on H200s",
+    seen="1.2.0 on H200s, 2026-11-27",
 )

@@ -376,6 +376,7 @@ COMPLETIONS = Backend(
     read_info=read_any,
     server_metrics={},
     native=False,
+    seen="vLLM 0.32.0 on CPUs, in CI",
 )
 
 CHAT = Backend(
@@ -390,4 +391,5 @@ CHAT = Backend(
     read_info=read_any,
     server_metrics={},
     native=False,
+    seen="vLLM 0.32.0 on CPUs, in CI",
 )

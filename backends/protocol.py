@@ -176,11 +176,11 @@ class Backend:
     kv_cache_usage_ratio, kv_reserved_tokens (what the running batch may come to need); counters prompt_tokens,
     generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens), preemptions. adapter: how such a server is
     started; None: it can only be measured where it runs. stale_gauges: they may keep their values when nothing runs any
-    more. native: it is asked in its own protocol, not in OpenAI's. seen: which version was measured for real, and on
-    what; empty: none was. any_server: it takes whatever server answers on its routes, also routers, which need not say
-    what they are or list every name that they take. piece_tokens: a longer reply is generated in whole pieces of so
-    many tokens, the last not cut, and ends before one that does not fit. requests_flag: how such a server is told to
-    hold more requests at once.
+    more. native: it is asked in its own protocol, not in OpenAI's. seen: which versions were measured for real, on what
+    and when ("VERSION on WHAT, WHEN; ...", WHEN the last day or "in CI"); empty: none was. any_server: it takes
+    whatever server answers on its routes, also routers, which need not say what they are or list every name that they
+    take. piece_tokens: a longer reply is generated in whole pieces of so many tokens, the last not cut, and ends before
+    one that does not fit. requests_flag: how such a server is told to hold more requests at once.
     """
 
     name: str

@@ -331,5 +331,5 @@ BACKEND = Backend(
     },
     stale_gauges=True,
     adapter=ADAPTER,
-    seen="0.5.11 on an H200",
+    seen="0.5.11 on H200s, 2026-11-30",
 )

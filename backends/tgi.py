@@ -308,6 +308,7 @@ BACKEND = Backend(
         "generation_tokens": "tgi_request_generated_tokens_sum",
     },
     adapter=ADAPTER,
+    seen="3.3.6-dev0 on a CPU, 2026-11-29",
     piece_tokens=PIECE_TOKENS,
     requests_flag="--max-concurrent-requests",
 )

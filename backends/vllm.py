@@ -196,5 +196,5 @@ BACKEND = Backend(
     },
     adapter=ADAPTER,
     native=False,
-    seen="0.32.0 on H200s and CPUs",
+    seen="0.25.1 on H200s and H100s, 2026-11-30; 0.32.0 on CPUs, in CI",
 )

@@ -285,5 +285,5 @@ BACKEND = Backend(
         "prefix_cache_hits": "llamacpp:prompt_tokens_cached_total",
     },
     adapter=ADAPTER,
-    seen="b11549 on CPUs",
+    seen="b11549 on CPUs, in CI",
 )

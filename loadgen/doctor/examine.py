@@ -88,7 +88,7 @@ def render(checks: list[Check]) -> str:
 
 def backends_table() -> str:
     """Every installed backend, a line each. One that cannot be loaded says why, and hides no other."""
-    heads = ("prompts as", "protocol", "metrics", "emulated", "seen for real", "started in", "image", "from")
+    heads = ("started in", "protocol", "prompts as", "metrics", "simulated", "seen for real", "image", "from")
     rows: list[tuple[str, ...]] = [("backend", *heads, "server here")]
     for entry in sorted(entry_points(group=backends.GROUP), key=lambda entry: entry.name):
         origin = entry.dist.name if entry.dist is not None else "unknown"
@@ -96,10 +96,9 @@ def backends_table() -> str:
             backend = backends.get(entry.name)
             adapter = backend.adapter
             says = (
-                backend.prompt_kind.replace("_", " "), "its own" if backend.native else "OpenAI's",
-                "yes" if backend.server_metrics else "no", "yes" if entry.name in embedded.DIALECTS else "no",
-                backend.seen or "never", "no" if adapter is None else "docker, process",
-                "-" if adapter is None else adapter.image, origin,
+                "no" if adapter is None else "docker, process", "its own" if backend.native else "OpenAI's",
+                backend.prompt_kind.replace("_", " "), "yes" if backend.server_metrics else "no",
+                _simulated(entry.name), backend.seen or "never", "-" if adapter is None else adapter.image, origin,
             )  # fmt: skip
             here = "-" if adapter is None else "yes" if installed(adapter) else "no"
             rows.append((entry.name, *says, here))
@@ -108,6 +107,13 @@ def backends_table() -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)  # fmt: skip
+
+
+def _simulated(name: str) -> str:
+    """How the embedded server stands for such a server, if it does: with times of its own, or of modelled GPUs too."""
+    if name not in embedded.DIALECTS:
+        return "no"
+    return "timetable, GPUs" if name in embedded.MODELLED else "timetable"
 
 
 def _refused(state: State, why: object) -> Observation:

@@ -31,6 +31,7 @@ DIALECTS = {
     "tgi": "tgi",
     "sglang": "sglang",
 }
+MODELLED = ("vllm", "lightllm", "tgi", "sglang")  # of these, whose schedulers it has for modelled GPUs
 MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 EMULATED_BODY = b"llm-dissect-emulated"  # in what the server says of itself, which a proxy passes on

@@ -22,6 +22,7 @@ from loadgen.doctor import machine as own_machine
 from loadgen.doctor.examine import examine, render, wire
 from loadgen.doctor.machine import Check, Observation
 from loadgen.rundir import WireFacts
+from servers.simulator.build import SCHEDULERS
 from tests.loadgen.server.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
 
 FINE = {
@@ -311,9 +312,19 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
         for line in lines
     }  # fmt: skip
     assert {"vllm", "sglang", "llamacpp", "lightllm", "tgi", "openai", "openai-chat"} <= rows.keys()
+    assert rows.keys() == set(doctor.backends.available())
+    assert all(all(row.values()) for row in rows.values())
+    ours = {name: row for name, row in rows.items() if row["from"] == "llm-dissect"}
+    runs = {name: row["seen for real"].split("; ") for name, row in ours.items() if row["seen for real"] != "never"}
+    form = re.compile(r"(vLLM )?\w[\w.-]+ on [\w ]+, (in CI|2026-\d\d-\d\d)")
+    assert all(form.fullmatch(each) for several in runs.values() for each in several), runs
+    told = (
+        (Path(__file__).parents[3] / "docs" / "servers.md").read_text().partition("## Backends that never ran here")[2]
+    )
+    assert ours.keys() - runs.keys() == set(re.findall(r"--backend (\S+)", told))
     tgi = rows["tgi"]
-    assert (tgi["prompts as"], tgi["protocol"], tgi["metrics"], tgi["emulated"]) == ("text", "its own", "yes", "yes")
-    assert (tgi["started in"], tgi["seen for real"]) == ("docker, process", "never")
+    assert (tgi["prompts as"], tgi["protocol"], tgi["metrics"]) == ("text", "its own", "yes")
+    assert (tgi["started in"], tgi["seen for real"]) == ("docker, process", "3.3.6-dev0 on a CPU, 2026-11-29")
     assert tgi["image"] == "ghcr.io/huggingface/text-generation-inference:3.3.7"
     openai = rows["openai"]
     assert (openai["protocol"], openai["started in"], openai["image"], openai["server here"]) == (
@@ -322,7 +333,11 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
         "-",
         "-",
     )
-    assert rows["sglang"]["emulated"] == "yes" and rows["sglang"]["seen for real"] == "0.5.11 on an H200"
+    simulated = {name: row["simulated"] for name, row in rows.items() if row["simulated"] != "no"}
+    modelled = {name.partition("@")[0] for name in SCHEDULERS}
+    assert modelled <= simulated.keys()
+    assert {name for name, how in simulated.items() if how == "timetable, GPUs"} == modelled
+    assert rows["sglang"]["seen for real"] == "0.5.11 on H200s, 2026-11-30"
     assert rows["vllm"]["from"] == "llm-dissect" and rows["vllm"]["server here"] in ("yes", "no")
 
 
