@@ -112,6 +112,18 @@ def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
     return read
 
 
+def read_unlike(title: str) -> Callable[[str, bytes], ServerInfo]:
+    """`read_info` of a server that names no owner of its own: it refuses the kinds that do."""
+
+    def read(path: str, body: bytes) -> ServerInfo:
+        kind, info = _identify(path, body)
+        if kind in _TITLES:
+            raise OtherServer(f"this is {_one(kind)}, not {title}; use --backend {kind}")
+        return info
+
+    return read
+
+
 def settings_of(fields: Mapping[str, object]) -> dict[str, str]:
     """What a server says of its settings, as text that a report can have; the first of very many."""
     shown = list(fields.items())[:MOST_SETTINGS]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from backends.identity import PATHS, read_unlike
 from backends.plain_tokens import PlainTokens
 from backends.protocol import (
     REASONING,
@@ -152,6 +153,10 @@ def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
     return _Lines(kept)
 
 
+_TAGS_PATH = "/api/tags"
+_read_other = read_unlike("Ollama")
+
+
 class _Tag(msgspec.Struct):
     name: str
 
@@ -161,7 +166,12 @@ class _Tags(msgspec.Struct):
 
 
 def read_info(path: str, body: bytes) -> ServerInfo:
-    """The models that it has. Raises ProtocolError."""
+    """The models that it has. Another server, which has no such list, is told by its own. Raises ProtocolError."""
+    if path != _TAGS_PATH:
+        _read_other(path, body)
+        raise OtherServer(
+            f"this is not an Ollama server ({path} is answered, {_TAGS_PATH} is not); use --backend openai"
+        )
     try:
         names = tuple(printable(tag.name) for tag in msgspec.json.decode(body, type=_Tags).models)
     except UNDECODABLE:
@@ -178,7 +188,7 @@ BACKEND = Backend(
     decoder=decoder,
     keeper=decoder,
     error_message=error_message,
-    info_paths=("/api/tags",),
+    info_paths=(_TAGS_PATH, *PATHS),
     read_info=read_info,
     server_metrics={},
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from backends.identity import PATHS, read_any
+from backends.identity import PATHS, read_unlike
 from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Settings, check_memory_ratio
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
@@ -92,11 +92,12 @@ def invoke_lmdeploy(settings: Settings) -> Invocation:
 # lists none until a worker registers, and its chunk of a token may have no text: its usage counts them.
 _backend = partial(
     Backend, prompt_kind="token_ids", any_server=True, encode=encode, decoder=decoder, keeper=decoder,
-    error_message=error_message, info_paths=PATHS, read_info=read_any, native=False,
+    error_message=error_message, info_paths=PATHS, native=False,
 )  # fmt: skip
 
 TRTLLM = _backend(
     name="trtllm",
+    read_info=read_unlike("TensorRT-LLM"),
     metrics_path="/prometheus/metrics",  # its /metrics is JSON, and empties what it shows
     server_metrics={
         "ttft_seconds": "trtllm_time_to_first_token_seconds",
@@ -132,6 +133,7 @@ TRTLLM = _backend(
 
 LMDEPLOY = _backend(
     name="lmdeploy",
+    read_info=read_unlike("LMDeploy"),
     server_metrics={
         "ttft_seconds": "lmdeploy:time_to_first_token_seconds",
         "itl_seconds": "lmdeploy:time_per_output_token_seconds",
@@ -157,6 +159,7 @@ LMDEPLOY = _backend(
 
 DYNAMO = _backend(
     name="dynamo",
+    read_info=read_unlike("Dynamo"),
     server_metrics={
         "ttft_seconds": "dynamo_frontend_time_to_first_token_seconds",
         "itl_seconds": "dynamo_frontend_inter_token_latency_seconds",

@@ -26,6 +26,9 @@ class ServerError(FailedError):
     """The server is not the one that the options describe. One sentence."""
 
 
+_AFTER_AN = ("a", "e", "i", "o", "u", "lm", "sg")
+
+
 class Identity(NamedTuple):
     """What a server says of itself. doubt: why nothing is known of it but what the options say, a clause; else empty.
     A first request must then show whether it is a server of that kind at all."""
@@ -38,8 +41,9 @@ class Identity(NamedTuple):
 def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
     """The server's description of itself. named: whether the user names a model, so that a server that says nothing can
     be measured. Raises TransportError or ServerError."""
-    reasons = []
-    emulated, other, well = False, False, True
+    reasons: list[str] = []
+    others: list[str] = []  # reasons of those that say what they are
+    emulated, well = False, True
     for path in backend.info_paths:
         status, headers, body = get(target, path)
         emulated = EMULATED_MARK in headers.get("server", "")
@@ -56,16 +60,17 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
         try:
             return Identity(backend.read_info(path, body), emulated or EMULATED_BODY in body)
         except ProtocolError as error:
-            other = other or isinstance(error, OtherServer)
-            reasons.append(str(error))
-    if named and well and not other:
+            (others if isinstance(error, OtherServer) else reasons).append(str(error))
+    if named and well and not others:
         return Identity(ServerInfo(), emulated, reasons[0])
     advice = ""
-    if not well:
+    if others:  # they say what it is, and the other paths no more than that it is that
+        reasons = list(dict.fromkeys(others))
+    elif not well:
         advice = " Look at its log, and wait until it is ready."
-    elif not (other or named):
+    elif not named:
         advice = " If it has no list of models, name the one to ask for with --model."
-    kind = f"{'an' if backend.name[0] in 'aeiou' else 'a'} {backend.name}"
+    kind = f"{'an' if backend.name.startswith(_AFTER_AN) else 'a'} {backend.name}"
     raise ServerError(f"{target.url} does not look like {kind} server: {'; '.join(reasons)}.{advice}")
 
 

@@ -93,6 +93,17 @@ def test_a_server_that_refuses_or_is_another_is_not(models: Answer, backend: bac
         described(models, backend)
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("name", "shown"), [("sglang", "an sglang"), ("tgi", "a tgi"), ("ollama", "an ollama")])
+def test_a_server_that_says_what_it_is_is_told_in_one_sentence(name: str, shown: str, named: bool) -> None:
+    models = (200, {"data": [{"id": "m", "owned_by": "vllm"}]})
+    with pytest.raises(ServerError) as raised:
+        described(models, backends.get(name), named=named)
+    where, _, reason = str(raised.value).partition(f" does not look like {shown} server: ")
+    title = {"sglang": "SGLang", "tgi": "TGI", "ollama": "Ollama"}[name]
+    assert where.startswith("http://") and reason == f"this is a vLLM server, not {title}; use --backend vllm."
+
+
 def test_a_key_for_replies_alone_may_not_list_models() -> None:
     assert "answers 403" in described((403, b""), key="k").doubt
 
