@@ -100,6 +100,8 @@ def find(name: str) -> Model:
     if os.path.isfile(path) and path.endswith(GGUF):  # noqa: PTH113  as above
         unknown = "it is a GGUF file, of which nothing is read here"
         return Model(Path(path).stem, None, Path(path).resolve(), None, has_weights=True, unknown=unknown)
+    if path.endswith(GGUF):
+        raise ConfigError(f"there is no file '{name}'; give the path of a GGUF file that is there.")
     spec = catalog.find(name)
     if spec is not None:
         return _from_hub(spec.name, spec.hf_id, spec)

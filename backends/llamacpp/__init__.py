@@ -237,8 +237,13 @@ ADAPTER = Adapter(
     invoke=invoke,
     failures=(
         Failure(
-            pattern=r"key not found in model: (\S+)|missing tensor '([^']*)'|wrong shape[^\n]*?tensor '([^']*)'",
+            pattern=r"key not found in model: (\S+)|missing tensor '([^']*)'|tensor '([^']*)' not found",
             reason="the GGUF file lacks what its architecture needs ({0}{1}{2})",
+            advice="make the file again with the converter of this llama.cpp, or name another",
+        ),
+        Failure(
+            pattern=r"tensor '([^']*)' has wrong shape",
+            reason="the GGUF file's tensor {0} has another shape than the file itself says",
             advice="make the file again with the converter of this llama.cpp, or name another",
         ),
         Failure(
@@ -251,6 +256,11 @@ ADAPTER = Adapter(
             r"gguf_init_from_\w+: failed",
             reason="the file is no GGUF, or is cut off",
             advice="download it again, or name another with --model",
+        ),
+        Failure(
+            pattern=r"GGML_ASSERT\((.*)\) failed",
+            reason="it cannot compute a model of this shape ({0} does not hold)",
+            advice="name another model, or take a newer llama.cpp",
         ),
         Failure(
             pattern=r"failed to (?:allocate buffer for kv cache|initialize the context|create context)",

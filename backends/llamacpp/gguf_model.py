@@ -31,6 +31,9 @@ def refusal(spec: ModelSpec) -> str | None:
         return f"random weights are made of {', '.join(_ARCHITECTURES)} models, and {spec.name} is a {spec.model_type}"
     if spec.vocab_size < _LEAST_VOCABULARY:
         return f"{spec.name} has {spec.vocab_size} tokens, and the least that can be made is {_LEAST_VOCABULARY}"
+    width = _attention(spec.kinds[0]).head_dim
+    if width % 2:
+        return f"{spec.name} has heads of {width} numbers, and llama.cpp turns them in pairs"
     return None
 
 

@@ -325,6 +325,12 @@ LOGS = [
      "does not know an argument (unexpected argument '--frobnicate' found)"),
     ("tgi", "error: invalid value 'float32' for '--dtype <DTYPE>'\n  [possible values: float16, bfloat16]",
      "refuses its arguments (invalid value 'float32' for '--dtype <DTYPE>')"),
+    ("llamacpp", "E llama_model_load: error loading model: check_tensor_dims: tensor 'blk.2.attn_norm.weight' not "
+     "found\nE llama_model_load_from_file_impl: failed to load model", "lacks what its architecture needs (blk.2.attn"),
+    ("llamacpp", "E llama_model_load: error loading model: check_tensor_dims: tensor 'blk.0.attn_k.weight' has wrong "
+     "shape; expected     64,     64, got     64,     32,      1,      1", "tensor blk.0.attn_k.weight has another"),
+    ("llamacpp", "ggml/src/ggml-cpu/ops.cpp:6355: GGML_ASSERT(n_dims % 2 == 0) failed",
+     "cannot compute a model of this shape (n_dims % 2 == 0 does not hold)"),
     ("tgi", "WARN Not enough VRAM to run the model: Available: 20GB\nCUDA out of memory", "CUDA out of memory"),
     ("tgi", "Error: ArgumentValidation(\"`max_input_tokens` must be < `max_total_tokens`\")", "`max_input_tokens`"),
 ]  # fmt: skip

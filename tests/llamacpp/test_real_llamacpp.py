@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from backends import catalog
+from backends.launch import LaunchError
 from backends.llamacpp.gguf_model import write_random
 from loadgen.monitor import server_view
 from loadgen.rundir import records
@@ -215,16 +216,26 @@ def test_another_kind_of_server_is_named(url: str, loadgen: Loadgen, tmp_path: P
     assert "this is a llama.cpp server, not vLLM; use --backend llamacpp" in done.err
 
 
+LAYERS = b"llama.block_count" + (4).to_bytes(4, "little")  # as GGUF has it: a key, and the kind of its value
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"no model", "the file is no GGUF, or is cut off"), ("half", "the file is no GGUF, or is cut off")],
-    ids=["text", "half of one"],
+    [
+        (b"no model", "the file is no GGUF, or is cut off"),
+        ("half", "the file is no GGUF, or is cut off"),
+        ("a layer more", "lacks what its architecture needs (blk.4.attn_norm.weight)"),
+    ],
+    ids=["text", "half of one", "a layer more than there is"],
 )
 def test_a_file_that_it_refuses(content: bytes | str, reason: str, loadgen: Loadgen, tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
     if isinstance(content, str):
         write_random(catalog.from_config("tiny", CONFIG), "float16", file)
-        content = file.read_bytes()[: file.stat().st_size // 2]
+        whole = file.read_bytes()
+        more = whole.replace(LAYERS + b"\4", LAYERS + b"\5")
+        assert more != whole
+        content = whole[: len(whole) // 2] if content == "half" else more
     file.write_bytes(content)
     done = loadgen(
         "run", "--backend", "llamacpp", "--launch", "process", "--model", file, "--requests", "1", "--no-calibrate",
@@ -232,6 +243,12 @@ def test_a_file_that_it_refuses(content: bytes | str, reason: str, loadgen: Load
     )  # fmt: skip
     assert done.code == 3
     assert reason in done.err.splitlines()[-1] and "Traceback" not in done.err.splitlines()[-1]
+
+
+def test_no_random_weights_are_made_of_heads_that_it_cannot_turn(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"odd has heads of 15 numbers, and llama\.cpp turns them in pairs; name"):
+        write_random(catalog.from_config("odd", CONFIG | {"head_dim": 15}), "float16", tmp_path / "odd.gguf")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("ratio", "word"), [(0.6, "kept_up"), (1.6, "fell_behind")])
