@@ -643,6 +643,8 @@ class Config(
             reason = "is of a server that runs; name it with --url" if self.url is None else "samples it"
             other = "" if self.url is None else "; leave --no-server-metrics out"
             raise ConfigError(f"--metrics-url {reason}{other}.")
+        from loadgen.target import LOOPBACK  # which brings TLS, that most commands do without
+
         seen: dict[str, str] = {}
         for given, url in zip(self.metrics_url, self.replicas, strict=True):
             try:
@@ -652,7 +654,7 @@ class Config(
                 host = None
             if not host or parts.username is not None or parts.query or not url.isascii() or " " in url:
                 raise ConfigError(f"--metrics-url is '{given}'; it must look like http://HOST:PORT/metrics.")
-            replica = f"{'127.0.0.1' if host == 'localhost' else host}:{port}{parts.path}"
+            replica = f"{'localhost' if host in LOOPBACK else host}:{port}{re.sub('/+', '/', parts.path)}"
             if replica in seen:
                 raise ConfigError(f"--metrics-url {given} is the same replica as {seen[replica]}; name each once.")
             seen[replica] = given

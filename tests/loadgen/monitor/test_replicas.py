@@ -127,6 +127,8 @@ def test_addresses() -> None:
         ({"url": "http://r:1", "metrics_url": ("http://u:p@a:1",)}, "must look like http://HOST:PORT/metrics"),
         ({"url": "http://r:1", "metrics_url": ("http://localhost:1", "http://127.0.0.1:1/metrics/")},
          "--metrics-url http://127.0.0.1:1/metrics/ is the same replica as http://localhost:1; name each once."),
+        ({"url": "http://r:1", "metrics_url": ("http://[::1]:80", "http://localhost//metrics")},
+         "--metrics-url http://localhost//metrics is the same replica as http://[::1]:80; name each once."),
     ],
 )  # fmt: skip
 def test_addresses_that_make_no_sense(options: dict[str, object], said: str) -> None:
