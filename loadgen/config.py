@@ -643,8 +643,6 @@ class Config(
             reason = "is of a server that runs; name it with --url" if self.url is None else "samples it"
             other = "" if self.url is None else "; leave --no-server-metrics out"
             raise ConfigError(f"--metrics-url {reason}{other}.")
-        from loadgen.target import LOOPBACK  # which brings TLS, that most commands do without
-
         seen: dict[str, str] = {}
         for given, url in zip(self.metrics_url, self.replicas, strict=True):
             try:
@@ -654,7 +652,7 @@ class Config(
                 host = None
             if not host or parts.username is not None or parts.query or not url.isascii() or " " in url:
                 raise ConfigError(f"--metrics-url is '{given}'; it must look like http://HOST:PORT/metrics.")
-            replica = f"{'localhost' if host in LOOPBACK else host}:{port}{re.sub('/+', '/', parts.path)}"
+            replica = f"{'localhost' if host in _THIS_MACHINE else host}:{port}{re.sub('/+', '/', parts.path)}"
             if replica in seen:
                 raise ConfigError(f"--metrics-url {given} is the same replica as {seen[replica]}; name each once.")
             seen[replica] = given
@@ -866,6 +864,7 @@ _OWN_HEADERS = {
     "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
     "transfer-encoding", "upgrade", "x-request-id",
 }  # fmt: skip
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SECRET_NAME = re.compile(r"auth|key|token|secret|cookie|passw|credential|session|signature", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)
