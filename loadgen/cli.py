@@ -149,8 +149,8 @@ def report(
     ] = None,
     shown: ShownOptions | None = None,
 ) -> int:
-    """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, or of a
-    breakdown from its trace, of a sweep from its runs; or show several runs in one figure or on one page."""
+    """Redo the report of a run from its records (also of a killed one), of a directory of `run --repeat`, of a
+    breakdown from its trace, of a sweep from its runs, or of a search; or show several runs in one figure or page."""
     terminal.use(shown)
     if len(directories) == 1 and out is not None:
         raise ConfigError("--out is for several runs; leave it out: the report of one goes into its directory.")
@@ -176,6 +176,7 @@ def _report(directory: Path, convention: ConventionName) -> int:
     """Reads one directory, whatever was measured there."""
     from loadgen.breakdown.tables import FILE as BREAKDOWN
     from loadgen.report import repeats, sweeps
+    from loadgen.search.results import FILE as SEARCHED
 
     if (directory / BREAKDOWN).exists():
         from loadgen.breakdown import measure
@@ -187,6 +188,13 @@ def _report(directory: Path, convention: ConventionName) -> int:
         if convention != "loadgen":
             raise ConfigError("a sweep is summed up by our own definitions alone; leave --convention out.")
         return report_sweep(directory)
+    if (directory / SEARCHED).exists():
+        from loadgen.search import command, results
+
+        if convention != "loadgen":
+            raise ConfigError("a search is answered by our own definitions alone; leave --convention out.")
+        command.show(directory, results.read(directory))
+        return exit_codes.OK
     if repeats.is_repeated(directory):
         if convention != "loadgen":
             raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")

@@ -279,6 +279,8 @@ def _scales(axis: Axes, chart: Chart, *, lying: bool) -> None:
         axis.set_xlim(-0.6, len(names) - 0.4)
     elif not lying:
         xs = [value for series in chart.series for value in _known(series.x)]
+        xs += [mark.value for mark in chart.marks if mark.axis == "x"]
+        xs += [end for shade in chart.shades for end in (shade.start, shade.end)]
         _scale(axis, "x", xs, logarithmic=_is_log(chart, "x", xs), from_zero=chart.quantile or chart.from_zero)
     ys = [value for series in chart.series for each in (series.y, series.low or (), series.high or ())
           for value in _known(each)]  # fmt: skip

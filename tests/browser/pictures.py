@@ -24,9 +24,9 @@ PICTURES = ROOT / "docs" / "pages"
 WIDTH = 1280
 SIZES = ((WIDTH, 860), (390, 844))
 SECTIONS = {"run": ("latency", "time")}  # of the wide page, besides its top
-COLOURS = 64
+COLOURS = 128
 SWEEP = (
-    "sweep", "--gpu", "h200", "--model", "7b", "--rates", "5", "10", "20", "40", "--requests", "200", "--speed", "4",
+    "sweep", "--gpu", "h200", "--model", "7b", "--rates", "5", "10", "20", "40", "--requests", "200",
     "--no-calibrate", "--out", "sweep",
 )  # fmt: skip
 LOADGEN = (sys.executable, "-c", "from loadgen.cli import main; main()")
@@ -34,9 +34,10 @@ TRAINING_PROBE = (sys.executable, "-c", "from training_probe.cli import main; ma
 
 
 def unpacked(name: str, place: Path) -> Path:
-    (kept_one,) = kept.under(kept.packed_files(), name)
+    """The directory of that name, and those within it."""
     copy = place / name.rpartition("/")[2]
-    kept.unpack(kept_one, copy)
+    for one in kept.under(kept.packed_files(), name):
+        kept.unpack(one, copy / one["name"].removeprefix(name).lstrip("/"))
     return copy
 
 

@@ -349,6 +349,7 @@
       }
       const bars = this.visible.filter(curve => curve.kind === "bars");
       for (const mark of this.spec.marks ?? []) if (mark.axis === axis) take(mark.value);
+      if (axis === "x") for (const shade of this.spec.shades ?? []) [shade.start, shade.end].forEach(take);
       if (axis === "x") for (const peer of this.peers) for (const curve of peer.curves) curve.x.forEach(take);
       if (low > high) return log ? [1, 10] : [0, 1];
       if (log && bars.length && axis === "y") low = 10 ** Math.floor(Math.log10(low) - 0.01); // bars have a height
