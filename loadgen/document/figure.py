@@ -38,6 +38,7 @@ SHADES = {"plain": ("#7F9FBF", 0.12), "good": ("#009E73", 0.2), "warning": ("#E6
 WIDTH = 10.4  # inches: of 830 pixels, as wide as a README, letters of 8 points have 9
 DPI = 150
 MOST_COLUMNS, LEGEND_COLUMNS = 3, 6
+MOST_STACKED = 6  # charts one above the other; more are in two columns
 MOST_NAMES = 14  # points, and groups of bars, that have room for their values beside them
 MOST_LETTERS = 110  # of the categories below a chart that stand level
 FEWEST_BARS = 8  # that fill a chart; fewer are not wider
@@ -76,8 +77,9 @@ def write(document: Document, directory: Path) -> None:
 
 
 def draw(charts: Sequence[Chart], title: str, paths: Sequence[Path], origin: str = "", stamp: str = "") -> None:
-    """Draws the charts as one figure into every path, whose suffix says how. origin, stamp: as a document has them.
-    Raises OSError."""
+    """Draws the charts that hold something as one figure into every path, whose suffix says how. origin, stamp: as a
+    document has them. Raises OSError."""
+    charts = [chart for chart in charts if any(_known(series.y) for series in chart.series)] or charts
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         columns = _columns(charts)
         rows = -(-len(charts) // columns)
@@ -104,7 +106,9 @@ def draw(charts: Sequence[Chart], title: str, paths: Sequence[Path], origin: str
 def _columns(charts: Sequence[Chart]) -> int:
     """Bars, and charts over one axis of time, are as wide as the figure."""
     wide = any(chart.sync or (chart.categories and chart.series and _is_bars(chart)) for chart in charts)
-    return 1 if wide and not _is_small(charts) else 2 if len(charts) == 4 else min(len(charts), MOST_COLUMNS)
+    if wide and not _is_small(charts):
+        return 1 if len(charts) <= MOST_STACKED else 2
+    return 2 if len(charts) == 4 else min(len(charts), MOST_COLUMNS)
 
 
 def _is_small(charts: Sequence[Chart]) -> bool:
@@ -285,6 +289,8 @@ def _scales(axis: Axes, chart: Chart, *, lying: bool) -> None:
     ys = [value for series in chart.series for each in (series.y, series.low or (), series.high or ())
           for value in _known(each)]  # fmt: skip
     ys += [mark.value for mark in chart.marks if mark.axis == "y"]
+    if ys and _is_bars(chart):
+        ys.append(1.1 * max(ys))  # room for their values
     if chart.quantile:
         axis.set_ylim(0, 1.02)
     elif not lying:
