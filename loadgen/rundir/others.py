@@ -26,6 +26,7 @@ from loadgen.rundir import pace, records
 from loadgen.rundir.records import Record
 
 MOST_BYTES = 1 << 30  # of a file: one that keeps every token's text of 100,000 requests has about that
+MOST_EVEN = 1e6  # a larger burstiness of vLLM's gamma arrivals is a constant rate
 _NOT_KEPT = "it kept no lag of its client and no server's metrics"
 _NOT_DUE = f"{_NOT_KEPT}, nor when requests were due (send_lag is shown as 0)"
 
@@ -122,7 +123,7 @@ def _record(number: int, each: Sent, begun_s: float) -> Record:
     if first_ns is not None and gaps:
         at_us = [math.floor(first_ns / 1000 + 1e6 * done_s) for done_s in itertools.accumulate(gaps, initial=0.0)]
         itl_us = tuple(max(0, later - earlier) for earlier, later in itertools.pairwise(at_us))
-        last_s = each.first_s + sum(gaps) if each.first_s is not None else None
+        last_s = (each.first_s or 0.0) + sum(gaps)
     elif last_s is None:
         last_s = each.first_s
     tokens = each.output_tokens
@@ -139,22 +140,21 @@ def _record(number: int, each: Sent, begun_s: float) -> Record:
 
 
 def _arrival(rate: object, concurrency: object, burstiness: object = 1.0) -> str:
-    """The words of `--arrival` for a rate in requests/s and a limit on what is in flight."""
+    """The words of `--arrival`. With both a rate in requests/s and a limit on what is in flight, the limit: where the
+    tool waited for it, its times do not tell when requests were due, and so not whether the server kept up."""
     limit = int(str(concurrency)) if concurrency else None
+    if limit:
+        return f"concurrency:{limit}"
     try:
         per_s = float(str(rate))
     except ValueError:
         per_s = math.inf
-    if math.isfinite(per_s) and per_s > 0:
-        shape = float(str(burstiness))
-        return (
-            f"poisson:{per_s:g}"
-            if shape == 1
-            else f"gamma:{per_s:g}:{shape:g}"
-            if shape < 1e6
-            else f"constant:{per_s:g}"
-        )
-    return f"concurrency:{limit}" if limit else "burst"
+    if not math.isfinite(per_s) or per_s <= 0:
+        return "burst"
+    shape = float(str(burstiness))
+    if shape == 1:
+        return f"poisson:{per_s:g}"
+    return f"gamma:{per_s:g}:{shape:g}" if shape < MOST_EVEN else f"constant:{per_s:g}"
 
 
 def _vllm(documents: list[Any], path: Path) -> list[Imported]:
@@ -167,9 +167,8 @@ def _vllm(documents: list[Any], path: Path) -> list[Imported]:
         result["start_times"], result["ttfts"], result["itls"], result["input_lens"], result["output_lens"],
         result["errors"], strict=True,
     )  # fmt: skip
-    requests = []
+    latencies, requests = result.get("latencies"), []
     for number, (start, ttft, gaps, prompt, output, error) in enumerate(rows):
-        latencies = result.get("latencies")
         done = start + (latencies[number] if latencies else ttft + sum(gaps))
         first = start + ttft if ttft > 0 and not error else None
         requests.append(Sent(start, done, first, None, gaps if first else (), prompt, output, error=error or None))
@@ -183,7 +182,7 @@ def _sglang(documents: list[Any], path: Path) -> list[Imported]:
         if not result.get("ttfts"):
             raise ForeignResultsError(f"{path} has no requests; let SGLang's bench write them with --output-details.")
         arrival = _arrival(result.get("request_rate"), result.get("max_concurrency"))
-        if not arrival.startswith(("burst", "concurrency")):
+        if _arrival(result.get("request_rate"), None) != "burst":
             raise ForeignResultsError(
                 f"{path} keeps no time at which a request was sent, and at a rate that cannot be told."
             )
@@ -199,7 +198,7 @@ def _sglang(documents: list[Any], path: Path) -> list[Imported]:
             first = start + ttft if ttft > 0 and not error else None
             requests.append(Sent(start, done, first, None, gaps if first else (), prompt, output, error=error or None))
         lacks = "it kept no time at which a request was sent: that is put together from their order and the concurrency"
-        loads.append(Imported("SGLang's bench", "", str(result.get("backend", "")), arrival, requests, lacks=lacks))
+        loads.append(Imported("SGLang's bench", "", "", arrival, requests, lacks=lacks))
     return loads
 
 
@@ -214,12 +213,13 @@ def _guidellm_load(benchmark: Mapping[str, Any], version: str) -> Imported:
     for status in ("successful", "errored", "incomplete"):
         for row in benchmark["requests"].get(status) or ():
             times = row["info"]["timings"]
-            tokens, model = row.get("output_tokens"), model or _model_of(row.get("request_args"))
-            start = row["request_start_time"]
-            due = times.get("targeted_start")
+            tokens, model = row.get("output_tokens"), model or _model_of(_object(row.get("request_args")).get("body"))
+            due, start = times.get("targeted_start"), row["request_start_time"]
+            if start is None:
+                continue  # it was given up before it was sent
             requests.append(
                 Sent(
-                    start, row["request_end_time"], times.get("first_token_iteration"),
+                    start, row["request_end_time"] or start, times.get("first_token_iteration"),
                     times.get("last_token_iteration"), None, row.get("prompt_tokens"), tokens,
                     due_s=min(due, start) if due else None,
                     error=None if status == "successful" else str(row["info"].get("error") or status),
@@ -234,9 +234,9 @@ def _guidellm_load(benchmark: Mapping[str, Any], version: str) -> Imported:
     return Imported("guidellm", version, model, arrival, requests, lacks=lacks)
 
 
-def _model_of(arguments: object) -> str:
-    with_body = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    return str((with_body or {}).get("body", {}).get("model", "")) if isinstance(with_body, dict) else ""
+def _model_of(body: object) -> str:
+    """The model that a request's body asks for."""
+    return str(_object(body).get("model", ""))
 
 
 def _aiperf(documents: list[Any], path: Path) -> list[Imported]:
@@ -277,10 +277,9 @@ def _aiperf(documents: list[Any], path: Path) -> list[Imported]:
 def _beside(path: Path) -> Mapping[str, Any]:
     """A JSON object in a file of the same directory; empty where there is none."""
     try:
-        held = msgspec.json.decode(foreign_files.read_bytes(path, path.parent, MOST_BYTES))
+        return _object(foreign_files.read_bytes(path, path.parent, MOST_BYTES).decode())
     except (OSError, *UNDECODABLE):
         return {}
-    return held if isinstance(held, dict) else {}
 
 
 def _inference_perf(documents: list[Any], path: Path) -> list[Imported]:
@@ -290,7 +289,7 @@ def _inference_perf(documents: list[Any], path: Path) -> list[Imported]:
         response = info.get("response_metrics") or info
         usage = response.get("server_usage") or {}
         at = response.get("chunk_times") or response.get("output_token_times") or []
-        model = model or _model_of({"body": _json(row.get("request"))})
+        model = model or _model_of(row.get("request"))
         requests.append(
             Sent(
                 row["start_time"], row["end_time"], at[0] if at else None, None,
@@ -321,11 +320,14 @@ def _genai_perf(documents: list[Any], path: Path) -> list[Imported]:
     return loads
 
 
-def _json(text: object) -> object:
-    try:
-        return msgspec.json.decode(text) if isinstance(text, str) else text
-    except UNDECODABLE:
-        return {}
+def _object(value: object) -> Mapping[str, Any]:
+    """A JSON object, or the text of one; empty for all else."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except UNDECODABLE:
+            return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(error: object) -> str:

@@ -123,6 +123,28 @@ def test_what_sglang_does_not_keep_is_put_together_from_the_concurrency(tmp_path
     assert "put together" in load.lacks
 
 
+def test_a_rate_that_waited_for_a_limit_is_no_open_load(tmp_path: Path) -> None:
+    """The tool sent a request when one before it had ended, so its times do not tell whether the server kept up."""
+    file, out = tmp_path / "result.json", tmp_path / "a"
+    file.write_text(json.dumps({**DETAILED, "request_rate": 60.0, "max_concurrency": 2}))
+    assert cli.invoke(["import", str(file), "--out", str(out)]) == 0
+    report, _ = build.from_directory(out)
+    assert report.arrival == "concurrency:2" and (report.steady is None or report.steady.keeping_up is None)
+    file.write_text(json.dumps({**DETAILED, "request_rate": 60.0, "max_concurrency": None}))
+    (load,) = others.read(file)
+    assert load.arrival == "poisson:60"
+
+
+def test_what_guidellm_never_sent_is_no_request(tmp_path: Path) -> None:
+    never = {**guidellm_row(100.2, 0.1, 0.01), "request_start_time": None, "request_end_time": None}
+    file = tmp_path / "result.json"
+    (benchmark,) = GUIDELLM["benchmarks"]
+    requests = {**benchmark["requests"], "incomplete": [never]}
+    file.write_text(json.dumps({**GUIDELLM, "benchmarks": [{**benchmark, "requests": requests}]}))
+    (load,) = others.read(file)
+    assert len(load.records) == 2 and load.model == "m"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
