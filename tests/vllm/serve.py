@@ -10,6 +10,7 @@ core there is, so it runs at a lower priority: a client beside it would measure 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,8 +18,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tiny_model
 
@@ -36,6 +38,23 @@ ENVIRONMENT = {
 
 class VllmError(Exception):
     """vLLM is not there or does not start. One sentence, and the end of its log."""
+
+
+def steps_of(driver: Path, workloads: Sequence[dict[str, Any]], *arguments: str) -> dict[str, list[dict[str, Any]]]:
+    """What a real scheduler does with each workload, step by step, by the workload's name: a driver runs it in
+    .venv-vllm, which holds vLLM's classes and SGLang's."""
+    if not (PYTHON.parent.parent / "installed").exists():
+        raise VllmError(f"{driver.name} needs .venv-vllm, which is not installed; run tests/vllm/install.sh.")
+    done = subprocess.run(
+        [str(PYTHON), str(driver), *arguments], input=json.dumps(workloads), env={**os.environ, **ENVIRONMENT},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps: dict[str, list[dict[str, Any]]] = {workload["name"]: [] for workload in workloads}
+    for line in done.stdout.splitlines():
+        step = json.loads(line)
+        steps[step.pop("workload")].append(step)
+    return steps
 
 
 def log_end(directory: Path) -> str:

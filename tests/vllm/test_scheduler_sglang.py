@@ -8,10 +8,7 @@ Both get the same requests; drive_sglang.py says how SGLang's is run and what is
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import subprocess
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -96,20 +93,7 @@ def theirs(request: pytest.FixtureRequest) -> dict[str, list[StepFacts]]:
     """What SGLang's scheduler did with each workload."""
     if "vllm" not in request.config.option.markexpr:
         pytest.skip("needs SGLang's wheel; run `make test-vllm`")
-    if not (serve.PYTHON.parent.parent / "installed").exists():
-        raise serve.VllmError("SGLang's wheel is not installed; run tests/vllm/install.sh.")
-    workloads = list(itertools.chain.from_iterable(WORKLOADS.values()))
-    done = subprocess.run(
-        [str(serve.PYTHON), str(DRIVER)],
-        input=json.dumps(workloads), env={**os.environ, **serve.ENVIRONMENT},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps: dict[str, list[StepFacts]] = {each["name"]: [] for each in workloads}
-    for line in done.stdout.splitlines():
-        step = json.loads(line)
-        steps[step.pop("workload")].append(step)
-    return steps
+    return serve.steps_of(DRIVER, list(itertools.chain.from_iterable(WORKLOADS.values())))
 
 
 def scheduler_for(workload: Workload) -> Sglang:

@@ -7,10 +7,7 @@ Both get the same requests; drive_scheduler.py says how vLLM's is run and what i
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import subprocess
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -171,20 +168,10 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """What vLLM's scheduler did with each workload."""
     if "vllm" not in request.config.option.markexpr:
         pytest.skip("needs a real vLLM; run `make test-vllm`")
-    if not (serve.PYTHON.parent.parent / "installed").exists():
-        raise serve.VllmError("vLLM is not installed; run tests/vllm/install.sh.")
     workloads = [each for kind in (False, True) for shape in SHAPES_OF_BOTH for each in with_scheduling(kind, shape)]
-    done = subprocess.run(
-        [str(serve.PYTHON), str(DRIVER), str(tmp_path_factory.mktemp("model"))],
-        input=json.dumps(workloads), env={**os.environ, **serve.ENVIRONMENT},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps: dict[str, list[StepFacts]] = {workload["name"]: [] for workload in workloads}
-    for line in done.stdout.splitlines():
-        step = json.loads(line)
+    steps = serve.steps_of(DRIVER, workloads, str(tmp_path_factory.mktemp("model")))
+    for step in itertools.chain.from_iterable(steps.values()):
         step["tokens"] = dict(step["tokens"])
-        steps[step.pop("workload")].append(step)
     return steps
 
 
