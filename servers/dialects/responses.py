@@ -95,9 +95,9 @@ class ResponseWire(Wire):
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         return self._event("output_text.delta", place | {"delta": text, "logprobs": []})
 
-    def _event(self, name: str, said: dict[str, Any], prefix: str = "response.") -> bytes:
+    def _event(self, name: str, fields: dict[str, Any], prefix: str = "response.") -> bytes:
         kind = prefix + name
-        data = {"type": kind, "sequence_number": self._number} | said
+        data = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + wire.encode_json(data) + b"\n\n"
 

@@ -4,7 +4,6 @@ requests that have come least far go back to the queue."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -79,7 +78,7 @@ class Sglang(Queues):
         self.ratio = self._first_ratio = min(self._FIRST_RATIO * settings.schedule_conservativeness, 1.0)
         self._least_ratio = self._first_ratio * self._LEAST_OF_FIRST
         self._settings = settings
-        self._caching = caching
+        self.caching = caching
         self._own = 0  # tokens of requests that are not in the tree
         self._full = False  # nobody is let in before one of the running leaves
         self._chunked: Sequence | None = None
@@ -137,9 +136,9 @@ class Sglang(Queues):
             self._keep(chunked, chunked.computed)
         if last is None or not last.prompts:
             return
-        all_ = [sequence for sequence, _, _ in last.prompts] + last.rows
-        joining = [sequence for sequence in all_ if not sequence.done and sequence is not chunked]
-        if len(joining) < len(all_) or (joining and not self._running):
+        computed = [sequence for sequence, _, _ in last.prompts] + last.rows
+        joining = [sequence for sequence in computed if not sequence.done and sequence is not chunked]
+        if len(joining) < len(computed) or (joining and not self._running):
             self._full = False
         self._running += joining
 
@@ -151,7 +150,7 @@ class Sglang(Queues):
         if most <= 0 and chunked is None:
             self._full = True
             return None
-        if settings.lpm and self._caching and len(self._waiting) <= self._MOST_SORTED:
+        if settings.lpm and self.caching and len(self._waiting) <= self._MOST_SORTED:
             self._sort()
         adder = _Adder(self, settings, len(self._running) if settings.mixed_chunk else 0)
         if chunked is not None:
@@ -288,7 +287,7 @@ class Sglang(Queues):
 
     def find(self, sequence: Sequence, tokens: int) -> tuple[Node, int]:
         """What the tree holds of its first tokens."""
-        if not self._caching:
+        if not self.caching:
             return self.tree.match(())
         if sequence not in self._content:
             self._content[sequence] = stretch(sequence)
@@ -305,7 +304,7 @@ class Sglang(Queues):
 
     def _keep(self, sequence: Sequence, tokens: int) -> None:
         """Its first tokens are in the tree from now on, for others to find."""
-        if not self._caching:
+        if not self.caching:
             return
         known = cut(self._content[sequence], tokens)[0]
         node, held = self._held[sequence]
@@ -318,7 +317,7 @@ class Sglang(Queues):
 
     def _release(self, sequence: Sequence, keeps: bool) -> None:
         node, held = self._held.pop(sequence)
-        if keeps and self._caching:
+        if keeps and self.caching:
             self.tree.insert(cut(self._content[sequence], sequence.computed)[0])
         self._own -= sequence.computed - held
         self.tree.release(node)
@@ -341,19 +340,19 @@ class Sglang(Queues):
     def _sort(self) -> None:
         """Those first of whom the tree holds most; behind them those who share with one before them what it lacks."""
         among = _Tree()
-        found: dict[Sequence, float] = {}
+        rank: dict[Sequence, int] = {}
         for sequence in self._waiting:
             tokens = sequence.prompt + sequence.sampled
             cached = self.find(sequence, tokens)[1]
-            found[sequence] = -cached
+            rank[sequence] = -cached
             if cached > _SMALL:
                 continue
             known = cut(self._content[sequence], tokens)[0]
             if among.match(known)[1] >= _SMALL:
-                found[sequence] = 1
+                rank[sequence] = 1
             else:
                 among.insert(known)
-        self._waiting = deque(sorted(self._waiting, key=lambda sequence: found[sequence]))
+        self._waiting = deque(sorted(self._waiting, key=rank.__getitem__))
 
 
 class _Adder:
@@ -390,22 +389,21 @@ class _Adder:
     def take(self, sequence: Sequence) -> bool:
         """Lets it in if it may come; whether another may after it."""
         whole = sequence.prompt + sequence.sampled
-        node, found = self._scheduler.find(sequence, whole - 1)
-        if self._settings.ignore_eos and not self._scheduler._caching:
+        node, cached = self._scheduler.find(sequence, whole - 1)
+        if self._settings.ignore_eos and not self._scheduler.caching:
             return self._take_lasting(sequence, node, whole)
-        tokens = whole - found
+        tokens = whole - cached
         reply = min(max(sequence.output - sequence.emitted, 0), self._settings.clip_max_new_tokens)
         if tokens + reply + 1 >= self._room_later:
             return self._scheduler.refuse()
         if tokens >= self._input_left and self.chosen:
             return False
-        locked = self._scheduler.tree
-        locked.hold(node)
+        self._scheduler.tree.hold(node)
         short = tokens + reply + 1 >= self._room_later
-        locked.release(node)
+        self._scheduler.tree.release(node)
         if short:
             return self._scheduler.refuse()
-        return self._let_in(sequence, node, found, tokens)
+        return self._let_in(sequence, node, cached, tokens)
 
     def _take_lasting(self, sequence: Sequence, node: Node, tokens: int) -> bool:
         scheduler = self._scheduler
@@ -424,14 +422,14 @@ class _Adder:
             return scheduler.refuse()
         return self._let_in(sequence, node, 0, tokens)
 
-    def _let_in(self, sequence: Sequence, node: Node, found: int, tokens: int) -> bool:
+    def _let_in(self, sequence: Sequence, node: Node, cached: int, tokens: int) -> bool:
         reply = self._reply(sequence)
         if tokens > self._chunk_left:
             if self._chunk_left <= 0:
                 return False
             tokens, reply = self._chunk_left, 0
             self.chunked = sequence
-        self._scheduler.hold(sequence, node, found)
+        self._scheduler.hold(sequence, node, cached)
         self._choose(sequence, tokens, reply)
         if self._room_later <= 0 or self._room_now <= 0:
             return self._scheduler.refuse()
@@ -448,11 +446,10 @@ class _Adder:
         return min(sequence.output, self._settings.clip_max_new_tokens)
 
 
-def _lasts(lasting: Iterable[tuple[float, int]], free: float) -> bool:
+def _lasts(lasting: list[tuple[float, int]], free: float) -> bool:
     """Whether memory lasts until all of them have ended, in this order, each giving back what it holds."""
-    requests = list(lasting)
-    for number, (left, held) in enumerate(requests):
-        count = len(requests) - number
+    for number, (left, held) in enumerate(lasting):
+        count = len(lasting) - number
         if free - left * count <= count:
             return False
         free += held
