@@ -256,7 +256,7 @@ def changes(runs: int) -> None:
     print("|---|---|---:|---|---|---|")
     for name, load in LOADS.items():
         for what, step in CHANGES.items():
-            count = runs if what == "none" else runs // 10
+            count = runs if what == "none" else runs // 2
             pauses = [(140.0, 148.0)] if "pause" in what else []
             found = [detector.find(seen, pauses) for seen in changing(load, step, count).stamps()]
             words = Counter(each.kind.replace("_", " ") for each in found if each is not None)

@@ -448,7 +448,8 @@ def shown_run(directory: Path, report: Report, table: Table, place: int = 0, nam
     samples = server_view.samples(directory, report.run_id)
     t0_ns = records.read_header(directory).t0_monotonic_ns if samples else 0
     at_s = [((sample.at_ns - t0_ns) / 1e9, sample) for sample in samples]
-    return Shown(name or name_of(report), report, manifest, table.measured(), at_s, place)
+    shown = name or name_of(report)
+    return Shown(shown, report, manifest, table.measured(), at_s, place, flows.kept(table, manifest))
 
 
 def overlay(directories: Sequence[Path], out_path: Path, convention: str = "loadgen") -> list[Report]:

@@ -52,7 +52,7 @@ Samples = Sequence[tuple[float, ServerSample]]  # at what second of the run
 @dataclass(frozen=True)
 class Shown:
     """A run on a page. samples: what the server and its GPUs showed while it lasted. place: among those of the page,
-    from 0."""
+    from 0. under_way: the measured requests with those of a warm-up that handed its slots over; None: the measured."""
 
     name: str
     report: Report
@@ -60,6 +60,7 @@ class Shown:
     measured: Table
     samples: Samples = ()
     place: int = 0
+    under_way: Table | None = None
 
     @property
     def rules(self) -> Convention:
@@ -217,7 +218,7 @@ def _rates(run: Shown) -> list[Drawn]:
 
 def _in_flight(run: Shown) -> list[Drawn]:
     measured = run.measured
-    lines = {"requests in flight": series.in_flight(measured)}
+    lines = {"requests in flight": series.in_flight(measured if run.under_way is None else run.under_way)}
     if _in_sessions([run]):
         lines["sessions open"] = metrics.under_way(*sessions.opened(measured))
         lines["sessions thinking"] = metrics.under_way(*sessions.thinking(measured))

@@ -17,9 +17,11 @@ from loadgen.monitor.server_view import ServerStats
 from loadgen.report import build, slices
 from loadgen.report import text as texts
 from loadgen.report.metrics import CONVENTIONS, Summary
+from loadgen.report.pages import charts
 from loadgen.report.schema import Lengths, Report, ServerRequests
 from loadgen.rundir import Phase
 from loadgen.rundir.records import Record, table
+from loadgen.steady import flows
 from tests.loadgen.tables import facts, failure, manifest, request, write_run
 
 OURS = CONVENTIONS["loadgen"]
@@ -205,3 +207,19 @@ def test_throughput_of_full_slots_counts_what_came_while_all_were_busy() -> None
     drained = build.build(msgspec.structs.replace(run, hands_over=False), table(rows), [facts()])
     assert drained.full_slots_s is None and drained.throughput.requests_per_s == pytest.approx(4 / 0.4)
     assert built.requests.ok == drained.requests.ok == 4 and built.metrics == drained.metrics
+
+
+def test_requests_of_a_warm_up_that_handed_over_are_in_flight_beside_the_measured() -> None:
+    """Two slots: a warm-up reply ends 60 ms after the first measured request was sent."""
+    rows = table(
+        [
+            request(0, sent=0, first=20, gaps=(20,) * 7, phase="warmup"),
+            request(0, scheduled=100, sent=100, first=120, gaps=(20,) * 4),
+            request(1, scheduled=180, sent=180, first=200, gaps=(20,) * 4),
+        ]
+    )
+    run = manifest(arrival="concurrency:2", hands_over=True)
+    shown = charts.Shown("run", build.build(run, rows, [facts()]), run, rows.measured(), under_way=flows.kept(rows, run))
+    (_, flying, *_), _ = charts.over_time([shown])
+    (line,) = flying.series
+    assert [*zip(line.x, line.y, strict=True)] == [(0.0, 1), (0.1, 2), (0.16, 1), (0.18, 2), (0.2, 1), (0.28, 0)]
