@@ -412,7 +412,7 @@ class OpenAIReply(TGIReply):
         super().__init__(body.stream, prompt_tokens, output_tokens)
         self._usage_last = body.stream_options is not None and body.stream_options.include_usage
         self._begin = {"object": kind, "id": "", "created": int(time.time())}
-        self._said = {"model": model, "system_fingerprint": f"{VERSION}-native"}
+        self._said = {"model": model, "system_fingerprint": f"{VERSION}-{wire.MARK}"}  # version and Docker label
         self._prefix, _, self._suffix = self._chunk("@", None, 0).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:

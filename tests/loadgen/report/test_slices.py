@@ -219,7 +219,8 @@ def test_requests_of_a_warm_up_that_handed_over_are_in_flight_beside_the_measure
         ]
     )
     run = manifest(arrival="concurrency:2", hands_over=True)
-    shown = charts.Shown("run", build.build(run, rows, [facts()]), run, rows.measured(), under_way=flows.kept(rows, run))
+    built = build.build(run, rows, [facts()])
+    shown = charts.Shown("run", built, run, rows.measured(), under_way=flows.kept(rows, run))
     (_, flying, *_), _ = charts.over_time([shown])
     (line,) = flying.series
     assert [*zip(line.x, line.y, strict=True)] == [(0.0, 1), (0.1, 2), (0.16, 1), (0.18, 2), (0.2, 1), (0.28, 0)]

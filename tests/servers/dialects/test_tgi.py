@@ -227,3 +227,19 @@ def test_prompts_in_a_list_are_choices_of_one_reply(tmp_path: Path) -> None:
     for prompts, message in ([], "cannot be empty"), (["a"] * 5, "maximum allowed batch size of 4"):
         refused = ask(tmp_path, "/v1/completions", {"prompt": prompts})
         assert refused.status == 422 and message in refused.json["error"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_openai_replies_say_that_they_are_emulated_where_real_ones_name_their_image(
+    tmp_path: Path, stream: bool
+) -> None:
+    asked = {"stream": stream, "max_tokens": 3}
+    with running(tmp_path, "tgi", ttft_ms=0, itl_ms=0) as server:
+        label = server.ask("GET", "/info").json["docker_label"]
+        replies = (
+            server.post("/v1/completions", {"prompt": "a", **asked}),
+            server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **asked}),
+        )
+    for reply in replies:
+        said = reply.data[:-1] if stream else [reply.json]
+        assert label == "llm-dissect-emulated" and {each["system_fingerprint"] for each in said} == {f"3.3.7-{label}"}
