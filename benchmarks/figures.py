@@ -62,7 +62,7 @@ def report_of(name: str, file: str, program: Sequence[str] = TRAINING_PROBE) -> 
 
     def draw(place: Path) -> Path:
         directory = of(name, place)
-        call(program, "report", str(directory))
+        call(program, "report", str(directory), *(["--figures"] if program == LOADGEN else []))
         return directory / file
 
     return draw

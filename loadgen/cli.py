@@ -212,7 +212,7 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     terminal.result(rendered(document))
     try:
         tables.write(directory, breakdown)
-        several.write(directory / page.FILE, document, "report.md")
+        several.write(directory / page.FILE, document, "report.md", figures=terminal.OUTPUT.figures)
     except OSError as error:  # it is printed all the same
         say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
     except ReportError as error:
@@ -250,7 +250,7 @@ def _shown(
         show(result)
     if convention == "loadgen":
         try:
-            reports.write(directory, result, table)
+            reports.write(directory, result, table, figures=terminal.OUTPUT.figures)
         except reports.ReportError as error:  # it is printed all the same
             say_error("loadgen", error)
     return result
@@ -287,7 +287,7 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
         terminal.result(rendered(document))
     try:
         repeats.write(directory, repeated)
-        several.write(directory / page.FILE, document)
+        several.write(directory / page.FILE, document, figures=terminal.OUTPUT.figures)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     _last_words(directory, repeats.to_json(repeated), brief=brief)
@@ -311,7 +311,7 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
         terminal.result(rendered(document))
     try:
         sweeps.write(directory, swept)
-        several.write(directory / page.FILE, document, page.TEXT)
+        several.write(directory / page.FILE, document, page.TEXT, figures=terminal.OUTPUT.figures)
     except reports.ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     _last_words(directory, sweeps.to_json(swept), brief=brief)

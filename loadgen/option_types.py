@@ -148,11 +148,14 @@ OUTPUT = Group("The results", sort_key=3)
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShownOptions:
-    """What a command shows, on either standard stream; no part of what it measures."""
+    """What a command shows; no part of what it measures."""
 
     json: Annotated[bool, option(OUTPUT, "Print the result on standard output as one line of JSON.")] = False
     quiet: Annotated[
         bool, option(OUTPUT, "Show no progress and no notes, the result alone; with --json as JSON alone.")
+    ] = False
+    figures: Annotated[
+        bool, option(OUTPUT, "Draw the page's charts as files too: cdf.png, cdf.svg, timeline.png and others.")
     ] = False
 
 

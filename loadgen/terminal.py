@@ -33,10 +33,12 @@ UNASKED_JSON = (
 
 @dataclass
 class Output:
-    """What the user wants of the standard streams. json: the result on standard output. quiet: the result alone."""
+    """What the user wants to see. json: the result on standard output. quiet: the result alone. figures: the charts of
+    pages as files, too."""
 
     json: bool = False
     quiet: bool = False
+    figures: bool = False
 
 
 OUTPUT = Output()  # of this process, as its standard streams are
@@ -52,8 +54,10 @@ def say(text: str) -> None:
 
 
 def use(shown: ShownOptions | None) -> None:
-    """The standard streams are used so from now on."""
-    OUTPUT.json, OUTPUT.quiet = (False, False) if shown is None else (shown.json, shown.quiet)
+    """Results are shown so from now on."""
+    OUTPUT.json, OUTPUT.quiet, OUTPUT.figures = (
+        (False, False, False) if shown is None else (shown.json, shown.quiet, shown.figures)
+    )
 
 
 def note(text: str) -> None:

@@ -72,7 +72,7 @@ def test_it_works_outside_the_checkout(kind: str, programs: Path, built: Path, t
     installed = run(programs / "python", *again, package, cwd=tmp_path)
     assert installed.returncode == 0, installed.stderr
     check_commands(programs, tmp_path)
-    assert (tmp_path / "run" / "cdf.svg").exists() and (tmp_path / "predicted" / "report.md").exists()
+    assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "predicted" / "report.md").exists()
     page = "from loadgen.document.content import Document as D; from loadgen.document.html import render; "
     page += "print(render(D(title='', verdict='', sections=[])))"
     assert "uPlot" in run(programs / "python", "-c", page, cwd=tmp_path).stdout

@@ -96,7 +96,7 @@ def test_every_command_runs(
         other = {"run": 4, "report": 4, "sweep": 4, "search": 4, "clean": 3}.get(words[1], code)
         assert ended in (code, other), f"{line}: {said.err}"
         assert said.out or said.err
-    assert (tmp_path / "run/cdf.svg").exists() and (tmp_path / "trained/report.html").exists()
+    assert (tmp_path / "run/report.html").exists() and (tmp_path / "trained/report.html").exists()
 
 
 @pytest.mark.parametrize("command", ["serve --port 0", "export --runs . --port 0"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -252,6 +253,17 @@ class Document(Part, frozen=True):
     doubt: str = ""
     stamp: str = ""
     tiles: Sequence[Tile] = ()
+
+    def drawn(self, directory: Path, *, asked: bool) -> Document:
+        """As it is written into a directory: figures that nobody asks for are drawn only where they lie already, since
+        what they show may have changed."""
+        sections = [
+            section
+            if asked or any((directory / name).exists() for name in section.figures)
+            else msgspec.structs.replace(section, figures=())
+            for section in self.sections
+        ]
+        return msgspec.structs.replace(self, sections=sections)
 
     @property
     def figures(self) -> list[tuple[str, str]]:

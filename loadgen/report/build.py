@@ -408,15 +408,16 @@ def to_json(report: Report) -> str:
     return json.dumps(msgspec.to_builtins(report))
 
 
-def write(directory: Path, report: Report, table: Table) -> None:
-    """Writes report.json, report.md, report.html and the figures that the page names, replacing earlier ones. Raises
-    ReportError, or RunError where the manifest is lost."""
+def write(directory: Path, report: Report, table: Table, *, figures: bool = False) -> None:
+    """Writes report.json, report.md, report.html and the figures of the page that are asked for, replacing earlier
+    ones. Raises ReportError, or RunError where the manifest is lost."""
     gc.disable()  # modules and figures are thousands of objects, and each search for cycles looks at the run's as well
     try:
-        page = write_numbers(directory, report, table)
-        from loadgen.document import figure  # after the numbers are safe
+        page = write_numbers(directory, report, table, figures=figures)
+        if page.figures:
+            from loadgen.document import figure  # after the numbers are safe
 
-        figure.write(page, directory)
+            figure.write(page, directory)
     except OSError as error:
         raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
     except NO_MEMORY as error:
@@ -431,12 +432,12 @@ def no_memory(error: BaseException) -> ReportError:
     return ReportError(f"the figures are not drawn, since {why}; the numbers and the page are written.")
 
 
-def write_numbers(directory: Path, report: Report, table: Table) -> Document:
-    """Writes what needs no drawing: report.json, report.md and the page, report.html, which is given back. Raises
-    OSError and RunError."""
+def write_numbers(directory: Path, report: Report, table: Table, *, figures: bool = False) -> Document:
+    """Writes what needs no drawing: report.json, report.md and the page, report.html, which is given back with the
+    figures that are to be drawn. Raises OSError and RunError."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     rundir.replace(directory / "report.json", text + b"\n")
-    page = run.page(shown_run(directory, report, table))
+    page = run.page(shown_run(directory, report, table)).drawn(directory, asked=figures)
     rundir.replace(directory / "report.md", markdown.render(page).encode())
     rundir.replace(directory / run.FILE, html.render(page).encode())
     return page

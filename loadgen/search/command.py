@@ -92,7 +92,7 @@ def show(directory: Path, result: SearchResult) -> None:
     else:
         terminal.result(render(document, terminal.width(sys.stderr)))
     try:
-        several.write(directory / page.FILE, document, "search.md")
+        several.write(directory / page.FILE, document, "search.md", figures=terminal.OUTPUT.figures)
     except ReportError as error:  # it is printed all the same
         say_error("loadgen", error)
     if terminal.is_watched():

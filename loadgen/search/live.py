@@ -262,7 +262,7 @@ class Search:
     def _probe_run(self, directory: Path, step: Try, load: Load) -> ProbeRun:
         """What a probe showed, with its report."""
         report, table = build.from_directory(directory)
-        with contextlib.suppress(OSError):  # `loadgen report` makes it again, with its figures
+        with contextlib.suppress(OSError):  # `loadgen report` makes it again
             build.write_numbers(directory, report, table)
         measured = table.measured()
         slo_ms = self.result.options.slo_ms

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from backends.untrusted import hide, printable
-from loadgen import rundir, summary
+from loadgen import rundir, summary, terminal
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, keys_of_url
 from loadgen.event_loop import Stop
 from loadgen.load.lengths import WorkloadError
@@ -268,7 +268,7 @@ def _report_finished(sweep: Sweep) -> None:
 
 def report_run(directory: Path) -> None:
     """Writes the report of one run, from its records. Raises ReportError, RunError or RecordsError."""
-    build.write(directory, *build.from_directory(directory))
+    build.write(directory, *build.from_directory(directory), figures=terminal.OUTPUT.figures)
 
 
 def _put_aside(directory: Path) -> None:

@@ -277,7 +277,7 @@ def test_kills_of_a_sweep_of_loads(server: str, tmp_path: Path) -> None:
             assert swept["complete"] and {run["directory"] for run in swept["runs"]} == POINTS, when
             assert len({run["run_id"] for run in swept["runs"]}) == len(POINTS), when
             assert [len(point["runs"]) for point in swept["points"]] == [2, 2], when
-            assert all((directory / name / "timeline.png").exists() for name in POINTS), when
+            assert all((directory / name / "report.html").exists() for name in POINTS), when
             sweeps, before = sweeps + 1, {}
             directory = tmp_path / str(sweeps)
     print(f"KILLS_SEED={SEED}, within {within_s:.1f} s: {sweeps} sweeps ended, {resumed} times resumed")

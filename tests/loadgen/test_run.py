@@ -72,8 +72,7 @@ def test_the_main_job(backend: str, tmp_path: Path) -> None:
         )  # fmt: skip
     lateness = watched.during(tmp_path / "run")
     assert_valid_unless_the_machine_was_late(report, lateness)
-    names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "cdf.png", "cdf.svg", "snapshot.json"}
-    names |= {"report.html", "timeline.png"}
+    names = {"manifest.json", "requests.jsonl", "report.json", "report.md", "report.html", "snapshot.json"}
     if backends.get(backend).server_metrics:
         names.add("server.jsonl")
     assert {path.name for path in (tmp_path / "run").iterdir()} == names
@@ -210,7 +209,7 @@ def test_stopped_run_still_reports(server: str, tmp_path: Path, number: signal.S
     assert process.returncode == 128 + number, said
     assert 20 <= report["requests"]["ok"] < 2000
     assert severities(report)["INTERRUPTED"] == "invalid" and "KILLED" not in severities(report)
-    assert (tmp_path / "cdf.png").exists() and (tmp_path / "report.json").exists()
+    assert (tmp_path / "report.html").exists() and (tmp_path / "report.json").exists()
     assert last_snapshot(tmp_path) == ("stopped", report["requests"]["ok"])
 
 

@@ -48,8 +48,10 @@ def origin(runs: Iterable[Path]) -> str:
     return parts.shared_origin(origins)
 
 
-def write(path: Path, page: Document, text: str = "") -> None:
-    """Writes the page, as Markdown too into the file `text` beside it, and then its figures. Raises ReportError."""
+def write(path: Path, page: Document, text: str = "", *, figures: bool = False) -> None:
+    """Writes the page, as Markdown too into the file `text` beside it, and then the figures of it that are asked for.
+    Raises ReportError."""
+    page = page.drawn(path.parent, asked=figures)
     try:
         rundir.replace(path, html.render(page).encode())
         if text:

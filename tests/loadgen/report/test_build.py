@@ -268,6 +268,25 @@ def test_a_report_that_is_not_the_runs_has_nothing_on_its_server(tmp_path: Path,
         assert build.from_directory(run)[0].gpus is None
 
 
+def test_figures_are_drawn_where_they_are_asked_for_or_there_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not drawn is named nowhere."""
+    run = write_run(tmp_path / "run", HAND, manifest(), facts())
+    assert cli.invoke(["report", str(run)]) == 4  # one of its requests failed
+    assert not list(run.glob("*.png")) and "](" not in (run / "report.md").read_text()
+    assert cli.invoke(["report", str(run), "--figures"]) == 4
+    drawn = {path: path.read_bytes() for path in (run / "cdf.svg", run / "cdf.png", run / "timeline.png")}
+    assert "](cdf.svg)" in (run / "report.md").read_text()
+    (run / "timeline.png").unlink()
+    (run / "cdf.svg").write_text("of another run")
+    assert cli.invoke(["report", str(run)]) == 4
+    assert (run / "cdf.svg").read_bytes() == drawn[run / "cdf.svg"] and not (run / "timeline.png").exists()
+    assert "cdf.svg" in (text := (run / "report.md").read_text()) and "timeline" not in text
+    assert "](cdf.svg)" in text
+    capsys.readouterr()
+
+
 def test_what_is_missing_is_null_and_the_report_still_stands(tmp_path: Path) -> None:
     rundir.write_manifest(tmp_path, manifest())
     for rows in ([], [failure(0), failure(1, "dropped", sent=None)]):
@@ -287,7 +306,7 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     outputs = []
     for _ in range(2):
         built, rows = build.from_directory(run)
-        build.write(run, built, rows)
+        build.write(run, built, rows, figures=True)
         outputs.append({path.name: path.read_bytes() for path in run.iterdir()})
     assert outputs[0] == outputs[1]
     assert sorted(outputs[0]) == [
@@ -372,7 +391,7 @@ def test_every_output_of_an_emulated_run_is_marked(tmp_path: Path) -> None:
     for emulated in (True, False):
         run = write_run(tmp_path / str(emulated), HAND, manifest(emulated=emulated), facts())
         built, rows = build.from_directory(run)
-        build.write(run, built, rows)
+        build.write(run, built, rows, figures=True)
         assert built.emulated is emulated
         assert texts.render(built).startswith("EMULATED") is emulated
         for name in ("report.md", "cdf.svg"):
@@ -417,13 +436,13 @@ def test_a_figure_tells_the_verdict_and_what_its_curves_leave_out(tmp_path: Path
     bad = write_run(tmp_path / "bad", HAND, manifest(), facts())
     built, rows = build.from_directory(bad)
     assert not built.verdict.valid and built.requests.failed == 1
-    build.write(bad, built, rows)
+    build.write(bad, built, rows, figures=True)
     drawn = (bad / "cdf.svg").read_text()
     assert "INVALID" in drawn and "3 requests; 1 more failed and are in no curve: 25.0 %" in drawn
     good = write_run(tmp_path / "good", [request(key) for key in range(400)], manifest(), facts())
     built, rows = build.from_directory(good)
     assert built.verdict.valid
-    build.write(good, built, rows)
+    build.write(good, built, rows, figures=True)
     assert "INVALID" not in (good / "cdf.svg").read_text() and "failed" not in (good / "cdf.svg").read_text()
     build.overlay([bad, good], tmp_path / "both.svg")
     both = (tmp_path / "both.svg").read_text()
@@ -470,7 +489,7 @@ def test_markdown_shows_hostile_text_and_does_not_obey_it() -> None:
 def test_hostile_text_survives_in_json_and_figures(tmp_path: Path) -> None:
     built = hostile_report()
     rundir.write_manifest(tmp_path, manifest(model=HOSTILE))
-    build.write(tmp_path, built, table(HAND))
+    build.write(tmp_path, built, table(HAND), figures=True)
     ElementTree.fromstring((tmp_path / "cdf.svg").read_bytes())
     assert json.loads((tmp_path / "report.json").read_bytes())["model"] == HOSTILE
 

@@ -58,7 +58,7 @@ def test_phases_in_texts_and_in_json_and_nothing_without_them(tmp_path: Path) ->
         next(line for line in page.splitlines() if line.startswith(start)) for start in ("| phase", "| to 8/s")
     )
     assert "<b>" not in row and row.replace("\\|", "").count("|") == head.count("|")
-    build.write(run, built, table(rows))
+    build.write(run, built, table(rows), figures=True)
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -116,7 +116,7 @@ def test_ttft_by_quartile_of_prompt_length(asked: bool, tmp_path: Path) -> None:
     assert [each.ttft_ms.p50 for each in quarters] == [149.5, 249.5, 349.5, 449.5]
     run = write_run(tmp_path / "run", rows, manifest(), facts())
     built, kept = build.from_directory(run)
-    build.write(run, built, kept)
+    build.write(run, built, kept, figures=True)
     assert (run / "ttft_by_prompt.png").read_bytes().startswith(b"\x89PNG")
     assert "| 200 to 299 | 100 | 249.5 |" in (run / "report.md").read_text()
     assert "![Prompt length](ttft_by_prompt.png)" in (run / "report.md").read_text()

@@ -123,7 +123,7 @@ def test_what_is_finished(tmp_path: Path) -> None:
     assert sweeps.read(directory).runs[1].state == "waiting"
     page = sweep_page.of(directory, swept)
     assert "not finished, in no number: rate-4" in terminal.render(page, 200)
-    several.write(directory / sweep_page.FILE, page)
+    several.write(directory / sweep_page.FILE, page, figures=True)
     assert {path.name for path in directory.glob("*.png")} == {"latency.png", "pareto.png", "cdf.png"}
 
 

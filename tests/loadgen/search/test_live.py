@@ -44,7 +44,7 @@ def test_the_highest_rate_of_a_modelled_server(tmp_path: Path) -> None:
         assert (out / each["directory"] / "requests.jsonl").exists()
         assert (out / each["directory"] / "manifest.json").exists()
         assert (out / each["directory"] / "report.html").exists()
-    assert all((out / name).exists() for name in ("search.md", "search.png", "search.html"))
+    assert all((out / name).exists() for name in ("search.md", "search.html"))
 
 
 def test_an_objective_that_one_request_misses_has_no_answer(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.processes
 LOAD = ("--launch", "embedded", "--output-tokens", "4", *FAST)
 RUN_FILES = {
     "manifest.json", "requests.jsonl", "server.jsonl", "snapshot.json", "report.json", "report.md",
-    "report.html", "cdf.png", "cdf.svg", "timeline.png",
+    "report.html",
 }  # fmt: skip
-SWEEP_FILES = {"sweep.json", "sweep.md", "sweep.html", "latency.png", "pareto.png", "cdf.png"}
+SWEEP_FILES = {"sweep.json", "sweep.md", "sweep.html"}
 
 
 def manifests(out: Path, names: list[str]) -> list[dict[str, Any]]:

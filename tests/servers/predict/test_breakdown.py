@@ -91,7 +91,7 @@ def test_the_papers_setting(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["emulated"] is True and manifest["config"]["gpu"] == "a800"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "manifest.json", "breakdown.json", "report.md", "breakdown.png", "breakdown.html",
+        "manifest.json", "breakdown.json", "report.md", "breakdown.html",
     }  # fmt: skip
 
 
