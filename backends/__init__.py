@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+import functools
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from backends.exit_codes import UserError
 from backends.protocol import Backend
 from backends.untrusted import nearest
 
-__all__ = ["Backend", "UnknownBackend", "available", "get"]
+__all__ = ["Backend", "UnknownBackend", "available", "get", "installed"]
 
 GROUP = "llm_dissect.backends"
 
@@ -17,8 +18,14 @@ class UnknownBackend(UserError, LookupError):
     """No backend of that name is installed. The message says which are."""
 
 
+@functools.cache
+def installed(group: str) -> EntryPoints:
+    """The entry points of a group: read once, since that opens a file of every package."""
+    return entry_points(group=group)
+
+
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {entry.name: entry for entry in installed(GROUP)}
 
 
 def available() -> list[str]:

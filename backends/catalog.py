@@ -40,10 +40,13 @@ class _Entry(msgspec.Struct, frozen=True):
 @functools.cache
 def models() -> tuple[ModelSpec, ...]:
     """Those that come with this package."""
-    return tuple(
-        replace(from_config(each.name, each.config), hf_id=each.hf_id, aliases=each.aliases, gated=each.gated)
-        for each in _entries()
-    )
+    return tuple(_model(each.name) for each in _entries())
+
+
+@functools.cache
+def _model(name: str) -> ModelSpec:
+    each = next(each for each in _entries() if each.name == name)
+    return replace(from_config(name, each.config), hf_id=each.hf_id, aliases=each.aliases, gated=each.gated)
 
 
 @functools.cache
@@ -56,14 +59,21 @@ def config_of(model: ModelSpec) -> dict[str, Any]:
     return next(each.config for each in _entries() if each.name == model.name)
 
 
+def names() -> list[str]:
+    """What users may call them, without their Hugging Face ids."""
+    return [name for each in _entries() for name in (*each.aliases, each.name) if "/" not in name]
+
+
 @functools.cache
-def _by_name() -> dict[str, ModelSpec]:
-    return {name.lower(): model for model in models() for name in (model.name, model.hf_id, *model.aliases)}
+def _first_names() -> dict[str, str]:
+    """By each name of a model, in small letters, the one that it goes by."""
+    return {name.lower(): each.name for each in _entries() for name in (each.name, each.hf_id, *each.aliases)}
 
 
 def find(name: str) -> ModelSpec | None:
     """The model of that name, alias or Hugging Face id, in any case of letters; None when it is not in the catalog."""
-    return _by_name().get(name.lower())
+    found = _first_names().get(name.lower())
+    return None if found is None else _model(found)
 
 
 _TEXTS = ("text_config", "llm_config", "language_config")  # of one that takes more than text, its decoder of text

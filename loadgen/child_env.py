@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -30,22 +31,38 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
+def load_numpy() -> None:
+    """Imports it without the threads of its linear algebra, which nothing here uses and which take as long to start as
+    all the rest of it. The environment of what is started, such as a server, stays its user's."""
+    with _set(_BLAS_THREADS, os.environ.get(_BLAS_THREADS, "1")):
+        import numpy  # noqa: F401
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    """The environment has it within the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
     """Processes that multiprocessing spawns within the block begin like that, too; it gives them the parent's path
     once they are up. Signals that stop a run wait until they `leave_stopping_to_parent`: a Ctrl-C goes to all of a
     group, and one that is still importing would end with a traceback."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        yield
+        with _set("PYTHONSAFEPATH", "1"), _set(_BLAS_THREADS, os.environ.get(_BLAS_THREADS, "1")):
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
 
 
 def die_with_parent() -> None:

@@ -10,26 +10,26 @@ waits for matplotlib.
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 from cyclopts import App, Group, Parameter
-from cyclopts.config import Dict
 
+import backends
 from backends import exit_codes
 from backends.exit_codes import FailedError
 from backends.foreign_files import read_named
 from backends.untrusted import escaped, without_secrets
-from loadgen import guesses, rundir, terminal
+from loadgen import child_env, guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
 from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
 
 if TYPE_CHECKING:
+    from cyclopts.config import Dict
+
     from loadgen.breakdown.tables import Breakdown
     from loadgen.document.content import Document
     from loadgen.report.schema import Report
@@ -52,6 +52,7 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     Without --url, --backend or --model it starts the embedded server, and every output says `emulated`.
     `--config FILE.toml` gives any of these options as keys, with underscores.
     """
+    child_env.load_numpy()
     from loadgen.event_loop import Stop, run_loop
     from loadgen.run import Run, Stopped, backend_failed, dry_run
 
@@ -662,7 +663,7 @@ def build_app(*, described: bool = False) -> App:
     app.command(show)
     app.command(completion)
     app.command(clean)
-    for entry in entry_points(group="llm_dissect.commands"):
+    for entry in backends.installed("llm_dissect.commands"):
         app.command(entry.load() if described else entry.value, name=entry.name)
     return app
 
@@ -681,6 +682,10 @@ def config_files(tokens: list[str]) -> tuple[list[str], list[Dict]]:
             name = token.partition("=")[2] or next(queue, "")
             if not name:
                 raise ConfigError("--config needs the name of a TOML file.")
+            import tomllib
+
+            from cyclopts.config import Dict
+
             try:
                 keys = tomllib.loads(read_named(name, MOST_CONFIG_BYTES).decode())
             except OSError as error:

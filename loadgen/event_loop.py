@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -10,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from backends import exit_codes
+
+T = TypeVar("T")
 
 SAME_S = 0.2  # signals closer together are one: a terminal that is closed sends SIGHUP twice, once by its shell
 
@@ -93,6 +96,21 @@ def _in_loop(act: Callable[[], object]) -> Callable[[], object]:
     except RuntimeError:
         return act
     return lambda: loop.call_soon_threadsafe(act)
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` gives, from a thread that the end of the process does not wait for."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # whoever waited for it may wait no longer, and it goes on
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 async def every_second(act: Callable[[], None]) -> None:

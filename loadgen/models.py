@@ -109,7 +109,7 @@ def find(name: str) -> Model:
         raise ConfigError(f"there is no directory '{name}'; give a model's directory, its Hugging Face id, or a name.")
     if name.count("/") == 1:
         return _from_hub(name, name, None)
-    known = [known for spec in catalog.models() for known in (*spec.aliases, spec.name) if "/" not in known]
+    known = catalog.names()
     near = nearest(name, known)
     others = f"known are {', '.join(known)}, any Hugging Face id (org/name), or a directory."
     raise ConfigError(f"unknown model '{name}'; " + (f"did you mean '{near}'?" if near else others))

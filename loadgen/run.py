@@ -280,9 +280,11 @@ class Run:
         ceiling = await calibrate(plan) if fleet is None else await fleet.ceiling(plan)
         if ceiling is not None:
             whose = "this client's" if fleet is None else "the slowest machine's"
+            age_s = time.time() - (ceiling.measured_unix_s or time.time())
+            before = f", measured {age_s / 60:.0f} min ago" if age_s >= 60 else ""
             self.say(
                 f"{whose} ceiling: {ceiling.events_per_s_per_core:,.0f} events/s on one core "
-                f"({ceiling.cpu_us_per_event:.1f} us each)"
+                f"({ceiling.cpu_us_per_event:.1f} us each{before})"
             )
         return ceiling
 

@@ -1,8 +1,10 @@
 """What all tests share: programs start as a terminal starts them, also where the tests run under nohup or in the
 background of a shell; a property may take as long as the machine does; slow stages use all cores and can be sampled."""
 
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,18 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests keep is not their user's; what pip and vLLM keep, they use."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = {"PIP_CACHE_DIR": usual / "pip", "VLLM_CACHE_ROOT": usual / "vllm"}
+    kept["XDG_CACHE_HOME"] = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, place in kept.items():
+            patch.setenv(name, str(place))
+        yield
 
 
 @pytest.fixture(autouse=True)

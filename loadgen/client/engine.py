@@ -170,9 +170,8 @@ class Client:
             warm_up = await self._warm_up()
             # Last, because servers close connections that stay idle.
             await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
-        gc.collect()  # now, since it takes tens of milliseconds; off until the run ends, which makes no cycles
-        gc.freeze()
-        gc.disable()
+        gc.freeze()  # nothing of it is looked at again
+        gc.disable()  # until the run ends, which makes no cycles
         return warm_up
 
     async def _warm_up(self) -> WarmUp:

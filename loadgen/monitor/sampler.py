@@ -8,25 +8,22 @@ that cannot be written any more ends early, which its reader sees.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import msgspec
 
 from backends import gpus
 from backends.gpus import GpuSample
 from loadgen.clock import now_ns
+from loadgen.event_loop import in_thread
 from loadgen.monitor.messages import Begin
 from loadgen.monitor.prometheus import Absent, Metrics, Unreadable
 from loadgen.monitor.server_view import FILE, Header, ServerSample
 
 LIMIT_RATIO = 0.8  # of a period: how long the server and the GPUs have, so that a sample is over before the next
 GPU_START_LIMIT_S = 8.0  # NVML starts a driver that slept, GPU by GPU
-
-T = TypeVar("T")
 
 
 class Sampler:
@@ -91,7 +88,7 @@ class Sampler:
                 await metrics.read()
             except Absent as error:
                 problems.append(str(error))
-                await metrics.close()
+                metrics.close()
                 metrics = None
             except Unreadable:  # it may come to itself; every sample says how it went
                 pass
@@ -153,7 +150,7 @@ class GpuReader:
 
         try:
             async with asyncio.timeout(GPU_START_LIMIT_S):
-                inventory, probe = await _in_thread(look)
+                inventory, probe = await in_thread(look)
         except TimeoutError:
             raise Absent(f"the GPUs cannot be sampled: NVML gave no answer within {GPU_START_LIMIT_S:g} s") from None
         names = {gpu.index: gpu.name for gpu in inventory.gpus}
@@ -166,23 +163,8 @@ class GpuReader:
     async def read(self) -> list[GpuSample]:
         """What each uses now. Raises Unreadable, also as long as an earlier reading hangs."""
         if self._reading is None or self._reading.done():
-            self._reading = _in_thread(self._probe.sample)
+            self._reading = in_thread(self._probe.sample)
             await asyncio.wait({self._reading}, timeout=self._limit_s)
         if not self._reading.done():
             raise Unreadable(f"the GPUs were not read within {self._limit_s:g} s")
         return self._reading.result()
-
-
-def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` gives, from a thread that the end of the process does not wait for."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # whoever waited for it may wait no longer, and it goes on
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return asyncio.wrap_future(done)

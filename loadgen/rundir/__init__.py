@@ -39,7 +39,8 @@ class WriteError(Exception):
 
 
 class Ceiling(msgspec.Struct, kw_only=True):
-    """What this client can take on this machine, measured on the embedded server with the run's own shape."""
+    """What this client can take on this machine, measured on the embedded server with the run's own shape.
+    measured_unix_s: up to an hour before the run; None in runs of earlier versions, which measured right before."""
 
     events_per_s_per_core: float
     cpu_us_per_event: float
@@ -47,6 +48,7 @@ class Ceiling(msgspec.Struct, kw_only=True):
     event_error_p99_ms: float | None = None
     requests: int
     output_tokens: int
+    measured_unix_s: float | None = None
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -279,9 +281,11 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
     replace(directory / SNAPSHOT_FILE, msgspec.json.encode(snapshot) + b"\n")
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file at once, as `replacing` does. Raises OSError."""
+def replace(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Writes a file at once, as `replacing` does, with these permissions. Raises OSError."""
     with replacing(path) as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(content)
 
 

@@ -10,11 +10,11 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
+import backends
 from backends import exit_codes
 from backends.exit_codes import FailedError
 from loadgen import child_env, models
@@ -63,7 +63,7 @@ def dialect(backend: str) -> str:
 def check(config: Config) -> None:
     """Whether it would take its flags for this run. Raises ConfigError with its own sentence."""
     flags = options(config, dialect(config.kind), model_place(config))
-    for entry in entry_points(group="llm_dissect.embedded", name="check"):
+    for entry in backends.installed("llm_dissect.embedded").select(name="check"):
         entry.load()(flags)
 
 

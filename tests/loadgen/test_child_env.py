@@ -38,6 +38,18 @@ def test_this_copy_comes_first_and_the_users_path_stays() -> None:
     assert child_env.environment({}) == {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.parametrize("named", [None, "2"])
+def test_numpy_starts_no_threads_that_nobody_asked_for(named: str | None) -> None:
+    """And servers that are started have the environment of their user."""
+    code = "import os; from loadgen import child_env; child_env.load_numpy(); import sys; "
+    code += "print('numpy' in sys.modules, len(os.listdir('/proc/self/task')), os.environ.get('OPENBLAS_NUM_THREADS'))"
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    env |= {} if named is None else {"OPENBLAS_NUM_THREADS": named}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    loaded, threads, kept = done.stdout.split()
+    assert (loaded, kept) == ("True", str(named)) and (named is not None or threads == "1")
+
+
 @pytest.mark.parametrize("before", [None, "", "1"])
 def test_what_was_set_is_put_back(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if before is None:
