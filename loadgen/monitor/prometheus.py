@@ -156,10 +156,12 @@ class _Page:
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(OSError, AttributeError):  # a thread may be reading from it
-                socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-            connection.close()
+        if connection is None:
+            return
+        if (sock := connection.sock) is not None:
+            with contextlib.suppress(OSError):  # a thread may be reading from it; of TLS without its goodbye
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        connection.close()
 
 
 class Metrics:
