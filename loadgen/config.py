@@ -38,7 +38,7 @@ DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 LEAST = {
-    0: "warmup seed",
+    0: "warmup seed retries",
     1: "requests input_tokens output_tokens concurrency max_running max_batched_tokens port metrics_port trace_limit "
     "sessions repeat nodes",
     2: "vocab_size max_model_len",
@@ -140,8 +140,14 @@ class LoadOptions:
     turns: Annotated[WholeOrText | None, _load("Turns of each session: a number (default 4), or a law.")] = None
     think_time: Annotated[
         NumberOrText | None,
-        _load("Seconds from the end of a reply to the session's next turn: a number (default 1), or a law."),
+        _load(
+            "Seconds from the end of a reply to the session's next turn: a number (default 1), or a law; every:LAW: "
+            "from when the turn before was due, or at its reply's end where that is later."
+        ),
     ] = None
+    cancel: Annotated[
+        float, _load("Share of the requests whose replies the client gives up, at a token drawn evenly.")
+    ] = 0.0
     trace: Annotated[
         Path | None,
         _load("Arrivals, lengths and shared prompts of real traffic: a Mooncake, Azure, BurstGPT or Bailian file."),
@@ -257,6 +263,13 @@ class ClientOptions:
         Path | None, _client("PEM file of the authority whose certificates TLS trusts, in place of the machine's own.")
     ] = None
     insecure: Annotated[bool, _client("Take any TLS certificate: whoever answers is measured.")] = False
+    retries: Annotated[
+        Whole,
+        _client(
+            "Send a request again, at most so many times, that was answered by 429 or 503: after its Retry-After, else "
+            "after 0.5, 1, 2, ... 8 s."
+        ),
+    ] = 0
     connect_timeout: Annotated[float, _client("Seconds to open a connection.")] = 10.0
     # A burst of 1000 took a 70B on RTX 4090s 1600 s in the paper; a reply that a full server preempted is silent until
     # its turn comes again, seen to take over 120 s.
@@ -487,6 +500,7 @@ class Config(
             )
         self._check_trace()
         self._check_sessions()
+        self._check_cancel()
         self._check_repeat()
         if self.warmup_load and self.dataset is not None:
             raise ConfigError("--warmup-load draws prompts of its own, and --dataset has no others; leave one out.")
@@ -570,6 +584,14 @@ class Config(
         for name, instead in (("requests", how_many), ("duration", "sessions end by themselves")):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{flag(name)} does not go with {of}: {instead}; leave it out.")
+
+    def _check_cancel(self) -> None:
+        if not 0 <= self.cancel < 1:
+            raise ConfigError(f"--cancel is {self.cancel:g}; it must be a share of the requests, from 0 to below 1.")
+        if self.cancel and not self.stream:
+            raise ConfigError("--cancel gives replies up at a token, and --no-stream shows none; leave one out.")
+        if self.cancel and (self.sessions is not None or self.plays_conversations):
+            raise ConfigError("--cancel is for single requests: a session needs its replies; leave one out.")
 
     def _check_dataset(self) -> None:
         from loadgen.load.dataset_files import stamp
@@ -778,7 +800,7 @@ class Config(
         """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
         from loadgen.load import arrivals, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource
-        from loadgen.load.sessions import Sessions
+        from loadgen.load.sessions import EVERY, Sessions
         from loadgen.load.shapes import parse_prefix
 
         try:
@@ -788,13 +810,16 @@ class Config(
             sessions = None
             if self.sessions is not None or self.plays_conversations:
                 requests = self.sessions
+                think_time = DEFAULT_THINK_TIME if self.think_time is None else self.think_time
+                from_due = isinstance(think_time, str) and think_time.startswith(EVERY)
                 sessions = Sessions(
                     turns=lengths.parse(DEFAULT_TURNS if self.turns is None else self.turns, lengths.TURNS)
                     if self.dataset is None
                     else None,
                     think_time=lengths.parse(
-                        DEFAULT_THINK_TIME if self.think_time is None else self.think_time, lengths.THINK_TIME
+                        str(think_time).removeprefix(EVERY) if from_due else think_time, lengths.THINK_TIME
                     ),
+                    from_due=from_due,
                 )
             return Load(
                 arrival=arrival,
@@ -815,6 +840,7 @@ class Config(
                     block_tokens=self.trace_block_tokens,
                 ),
                 sessions=sessions,
+                cancel_ratio=self.cancel,
                 seed=self.seed,
             )
         except ValueError as error:

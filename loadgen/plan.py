@@ -70,6 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: Timeouts
     drain_warmup: bool = True  # else it hands its slots over where it can
     session_header: str | None = None  # names the conversation of a request
+    retries: int = 0  # that a request has at the most when a server has no room
     body_edits: BodyEdits = BodyEdits()
     shard: int = 0
     shards: int = 1
@@ -268,6 +269,7 @@ def plan_run(
         drain_warmup=config.drain_warmup or config.workload is not None or config.on is not None,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
         session_header=config.session_header,
+        retries=config.retries,
         body_edits=config.body_edits,
     )
     _check_edits(job, backend)

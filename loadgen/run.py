@@ -536,7 +536,7 @@ def _not_kept(directory: Path, error: rundir.WriteError) -> str:
 
 
 def _any_failed(directory: Path) -> bool:
-    """Whether a request failed otherwise than by being cancelled with the run."""
+    """Whether a request failed otherwise than by being cancelled, with the run or as it was to be."""
     table, _ = records.read(directory)
-    ours = [OUTCOMES.index(outcome) for outcome in ("ok", "cancelled", "dropped")]
+    ours = [OUTCOMES.index(outcome) for outcome in ("ok", "abandoned", "cancelled", "dropped")]
     return not bool(np.isin(table.outcome, ours).all())

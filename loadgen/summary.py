@@ -20,7 +20,7 @@ from loadgen.report.finding import Finding
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, timetable_line, verdict_line, warning
+from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, not_ok, timetable_line, verdict_line, warning
 
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -175,11 +175,9 @@ def _finding(finding: Finding, columns: int) -> Iterator[Text]:
 def _facts(report: Report, columns: int) -> Iterator[Text]:
     """What was measured, and how much of it."""
     requests, throughput, goodput = report.requests, report.throughput, report.goodput
-    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name != "ok")
     facts = [
         f"{name_of(report)}, {report.arrival}",
-        f"{number(requests.ok)} requests ok, {number(requests.failed)} failed"
-        + (f" ({outcomes})" if outcomes else "")
+        f"{number(requests.ok)} requests ok, {not_ok(requests)}"
         + (f" of {number(requests.planned)}" if requests.planned is not None else "")
         + f", in {number(report.duration_s)} s",
         f"{number(throughput.requests_per_s)} requests/s, {number(throughput.output_tokens_per_s)} output tokens/s, "

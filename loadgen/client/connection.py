@@ -148,7 +148,8 @@ class Connection(asyncio.Protocol):
         if status >= 200 and self.exchange is not None:
             self.in_headers = False
             self.payload = None
-            self.exchange.headers(status, self.now, _location(self.head) if 300 <= status < 400 else "")
+            said = (b"location", b"retry-after") if status != 200 else ()
+            self.exchange.headers(status, self.now, *[_field(self.head, name) for name in said])
             if self.exchange.take_head is not None:
                 self.exchange.take_head(self.head)
             self.head = b""
@@ -289,9 +290,9 @@ class StampedConnection(Connection):
         self.lose(None)
 
 
-def _location(head: bytes) -> str:
-    """Where the headers of a redirect point; empty where they do not say."""
-    found = re.search(rb"\nlocation:([^\r\n]*)", head.partition(b"\r\n\r\n")[0], re.IGNORECASE)
+def _field(head: bytes, name: bytes) -> str:
+    """What the headers have under that name; empty where they have none."""
+    found = re.search(rb"\n%b:([^\r\n]*)" % name, head.partition(b"\r\n\r\n")[0], re.IGNORECASE)
     return found.group(1).decode("latin-1").strip() if found else ""
 
 

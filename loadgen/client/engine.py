@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import resource
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 import backends
 from backends.protocol import Backend, HttpRequest, Kept, Prompt
+from loadgen.client import retries
 from loadgen.client.exchange import Exchange, Names
 from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.turns import Waiting, next_prompt, why_over
@@ -147,6 +149,7 @@ class Client:
         self._write_error: WriteError | None = None
         self._health = Health()
         self._names = Names(job.model)
+        self._cancels = job.load.cancels()
 
     async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
@@ -241,6 +244,9 @@ class Client:
         exchange = Exchange(id, phase, -1, prompt.n_tokens, asked, decoder, self._on_done)
         exchange.names = self._names
         exchange.shared_tokens = shared_tokens
+        cancels = self._cancels if phase == "measured" else None
+        if cancels is not None and (given_up_at := cancels.token(number, asked)) is not None:
+            exchange.abandon_after(given_up_at)
         if kept is not None and self._turns is not None:
             exchange.session, turn = self._turns.place(number)
             exchange.prompt, exchange.kept, exchange.turn = prompt, kept, turn + 1
@@ -248,7 +254,10 @@ class Client:
         if (header := self.job.session_header) is not None:  # a request of its own is a conversation of one turn
             session = request_id if exchange.turn < 1 else f"{self.job.run_id}-s{exchange.session}"
             request = msgspec.structs.replace(request, headers=(*request.headers, (header, session)))
-        return exchange, self.transport.prepare(request, request_id)
+        prepared = self.transport.prepare(request, request_id)
+        if self.job.retries:
+            exchange.on_done = functools.partial(self._again_or_done, prepared)
+        return exchange, prepared
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
         for number in itertools.islice(self.job.numbers(), self._begun_at_most):
@@ -381,7 +390,8 @@ class Client:
         number = earlier.id + 1
         exchange, prepared = self._make("measured", number, earlier)
         earlier.prompt = earlier.kept = None
-        exchange.scheduled_ns = earlier.done_ns + self._turns.think_ns(number)
+        begin_ns = earlier.scheduled_ns if self._turns.from_due else earlier.done_ns
+        exchange.scheduled_ns = max(begin_ns + self._turns.think_ns(number), earlier.done_ns)
         self._waiting.add(exchange, prepared)
 
     def _send_turn(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
@@ -400,7 +410,7 @@ class Client:
         if exchange.phase == "measured":
             self.done += 1
             self.events += len(exchange.times)
-            if exchange.outcome != "ok":
+            if exchange.outcome not in ("ok", "abandoned"):
                 self.failed += 1
             elif exchange.times:
                 self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
@@ -408,10 +418,26 @@ class Client:
                 return
         if self._began and self._may_send():
             loop = asyncio.get_running_loop()
-            if exchange.outcome == "ok":  # due now, but sent from the loop: what fails at once must not recurse
+            if exchange.outcome in (
+                "ok",
+                "abandoned",
+            ):  # due now, but sent from the loop: what fails at once must not recurse
                 loop.call_soon(self._replace, now_ns())
             else:
                 loop.call_later(FAILED_WAIT_S, lambda: self._replace(now_ns()))
+
+    def _again_or_done(self, prepared: bytes | HttpRequest, exchange: Exchange) -> None:
+        """Asks a server again that had no room, when it says or, where it does not, ever later."""
+        wait_s = retries.wait_s(exchange, self.job.retries)
+        if wait_s is None or self.stopping:
+            self._on_done(exchange)
+            return
+        exchange.again()
+        asyncio.get_running_loop().call_later(wait_s, self._send_again, exchange, prepared)
+
+    def _send_again(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
+        if not exchange.finished:
+            self.transport.send(exchange, prepared)
 
     def _all_sent(self) -> bool:
         if self.stopping:
@@ -452,7 +478,7 @@ class Client:
 
     def _cancel_rest(self) -> None:
         for exchange in list(self.in_flight):
-            outcome = "cancelled" if exchange.sent_ns >= 0 else "dropped"
+            outcome = "cancelled" if exchange.sent_ns >= 0 or exchange.refusals_ns else "dropped"
             self._give_up(exchange, outcome, "the run was stopped")
         self._idle.set()
 

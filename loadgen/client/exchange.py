@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec import UNSET
@@ -117,7 +117,9 @@ class Exchange:
         "prompt_tokens",
         "reasoning",
         "reasoning_tokens",
+        "refusals_ns",
         "retried",
+        "retry_after",
         "scheduled_ns",
         "sent_ns",
         "server",
@@ -145,7 +147,7 @@ class Exchange:
         self.asked_prompt_tokens = asked_prompt_tokens
         self.asked_tokens = asked_tokens
         self.decoder = decoder
-        self.feed = decoder.feed
+        self.feed: Callable[[bytes], Iterable[Delta]] = decoder.feed
         self.plain = decoder.plain
         self.take_head: Callable[[bytes], None] | None = getattr(decoder, "head", None)
         self.on_done = on_done
@@ -163,6 +165,8 @@ class Exchange:
         self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
         self.kept: Kept | None = None
         self.retried = False  # sent again after its reused connection had died
+        self.refusals_ns: list[int] = []  # when it had been sent, each time that it is sent again after a refusal
+        self.retry_after = ""  # what a refusal says of when to come again
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -177,12 +181,39 @@ class Exchange:
     def finished(self) -> bool:
         return self.done_ns >= 0
 
-    def headers(self, status: int, now: int, location: str = "") -> None:
+    def headers(self, status: int, now: int, location: str = "", retry_after: str = "") -> None:
         self.headers_ns = self.last_read_ns = now
         self.status = status
         if status != 200:
-            self.location = location
+            self.location = location if 300 <= status < 400 else ""
+            self.retry_after = retry_after
             self.feed = self._keep_error
+
+    def abandon_after(self, tokens: int) -> None:
+        """The client gives the reply up once it has brought so many tokens. Each read is parsed then."""
+        self.plain, self.feed = None, self._until(tokens, self.decoder.feed)
+
+    def _until(self, tokens: int, feed: Callable[[bytes], Iterable[Delta]]) -> Callable[[bytes], Iterator[Delta]]:
+        left = tokens
+
+        def feed_on(data: bytes) -> Iterator[Delta]:
+            nonlocal left
+            for delta in feed(data):
+                yield delta  # and `body` takes it
+                left -= delta.n_tokens
+                if left <= 0 and delta.n_tokens:
+                    self.fail("abandoned", "", self.last_read_ns)
+                    raise ProtocolError("given up")  # `body` gives the connection up
+
+        return feed_on
+
+    def again(self) -> None:
+        """A server that had no room is asked once more: as if it had not been sent."""
+        self.refusals_ns.append(self.sent_ns)
+        self.sent_ns = self.headers_ns = self.done_ns = self.last_read_ns = -1
+        self.status = -1
+        self.outcome = self.location = self.retry_after = ""
+        self.error = None
 
     def body(self, data: bytes, now: int) -> bool:
         """Takes body bytes read at `now`. False: the reply is broken and the connection must be given up."""
@@ -280,7 +311,7 @@ class Exchange:
 
     def fail(self, outcome: str, message: str, now: int) -> None:
         if not self.finished:
-            self._finish(outcome, message, now)
+            self._finish(outcome, message or None, now)
 
     def _finish(self, outcome: str, error: str | None, now: int) -> None:
         if self.error is not None:  # the server's own error comes first, however the reply went on after it
@@ -302,10 +333,11 @@ class Exchange:
         times = self.times if streamed else self.times[:0]
         answer_ns = self._answer_ns()
         itl_us = np.diff((np.frombuffer(times, np.int64) - t0_ns) // 1000).tolist()
+        sent_ns = [stamp - t0_ns for stamp in (*self.refusals_ns, self.sent_ns) if stamp >= 0]
         return Record(
             id=self.id,
             scheduled_ns=self.scheduled_ns - t0_ns,
-            sent_ns=since(self.sent_ns),
+            sent_ns=sent_ns[0] if sent_ns else None,
             headers_ns=since(self.headers_ns),
             first_token_ns=since(times[0]) if times else None,
             last_token_ns=since(times[-1]) if times else None,
@@ -326,6 +358,7 @@ class Exchange:
             error=self.error,
             server=UNSET if self.server is None else self.server,
             retried=True if self.retried else UNSET,
+            resent_ns=sent_ns[1:] or UNSET,
             shared_tokens=self.shared_tokens or UNSET,
             model=self.model or UNSET,
             session=self.session if self.turn > 0 else UNSET,

@@ -136,7 +136,9 @@ class AiohttpTransport:
             async with session.request(
                 request.method, url, data=request.body, headers=request.headers, allow_redirects=False
             ) as reply:
-                exchange.headers(reply.status, now_ns(), reply.headers.get("Location", ""))
+                exchange.headers(
+                    reply.status, now_ns(), *(reply.headers.get(name, "") for name in ("Location", "Retry-After"))
+                )
                 if exchange.take_head is not None:
                     exchange.take_head(b"".join(b"%b: %b\r\n" % field for field in reply.raw_headers))
                 async for data in reply.content.iter_any():

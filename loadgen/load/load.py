@@ -10,6 +10,7 @@ import msgspec
 
 from loadgen.load import arrivals
 from loadgen.load.arrivals import Arrival, Streams
+from loadgen.load.choices import Cancels
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
 from loadgen.load.sessions import Sessions, SessionShapes, Turns
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
@@ -69,7 +70,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """requests: how many at the most; duration_s: until when they are sent; None: no such limit. streams: a closed loop
     instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone.
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
-    lengths are what a turn adds. The same seed gives the same requests at the same times."""
+    lengths are what a turn adds. cancel_ratio: of the requests that the client gives up. The same seed gives the same
+    requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
@@ -80,6 +82,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Prefix | None = None
     trace: TraceSource | None = None
     sessions: Sessions | None = None
+    cancel_ratio: float = 0.0
     seed: int = 0
 
     @property
@@ -160,6 +163,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def turns(self) -> Turns | None:
         """The turns of its sessions."""
         return None if self.sessions is None else _turns(self.sessions, self.requests or 0, self.seed)
+
+    def cancels(self) -> Cancels | None:
+        """Which requests the client gives up; None where it gives none up."""
+        return Cancels(self.cancel_ratio, self.seed) if self.cancel_ratio else None
 
     def shapes(self) -> Shapes:
         """What each request asks for. Raises WorkloadError."""

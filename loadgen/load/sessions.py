@@ -1,4 +1,5 @@
-"""Conversations: a session's next turn is due its think time after its last reply ended, and repeats all that was said.
+"""Conversations: a session's next turn is due its think time after its last reply ended, or after the turn before was
+due, and repeats all that was said.
 
 How many turns each session has, what each adds and how long people think are drawn beforehand, so every turn has its
 number before the clock starts: turns are numbered session by session. Pure.
@@ -18,17 +19,25 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
     from numpy.typing import NDArray
 
+EVERY = "every:"  # before the law of a think time that passes from when turns are due
 _OF_TURNS = 1 << 62  # keys of what turns add and what is replied begin here; groups of a prefix are below
 
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """turns: how many each session has; None: as `counts` says, for conversations that somebody had. think_time: in
-    milliseconds. left_out: what of these conversations is not sent, as a clause."""
+    milliseconds. from_due: it passes from when the turn before was due, but no turn is due before its reply has ended.
+    left_out: what of these conversations is not sent, as a clause."""
 
     turns: Law | None
     think_time: Law
+    from_due: bool = False
     counts: tuple[int, ...] = ()
     left_out: str = ""
+
+    @property
+    def pause(self) -> str:
+        """The think time, as its option has it."""
+        return f"{EVERY}{self.think_time}" if self.from_due else str(self.think_time)
 
     def drawn(self, sessions: int, seed: int) -> Turns:
         """The turns of so many sessions; where `counts` has fewer, they begin again."""
@@ -38,19 +47,20 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
             counts = Lengths(self.turns, seed, "turns").first(sessions)
         else:
             counts = np.resize(np.asarray(self.counts, np.int64), sessions)
-        return Turns(counts, Lengths(self.think_time, seed, "think"))
+        return Turns(counts, Lengths(self.think_time, seed, "think"), from_due=self.from_due)
 
 
 class Turns:
     """Which turn of which session a request is, by its number. All counts begin at 0."""
 
-    def __init__(self, counts: NDArray[np.int64], think_time_ms: Lengths) -> None:
+    def __init__(self, counts: NDArray[np.int64], think_time_ms: Lengths, *, from_due: bool = False) -> None:
         """`counts` (sessions,): how many turns each session has."""
         import numpy as np
 
         self.first = np.concatenate([[0], np.cumsum(counts)])
         self.total = int(self.first[-1])
         self._think_time_ms = think_time_ms
+        self.from_due = from_due
         think_time_ms.at(0)  # the first of a law imports scipy for most of a second: now, not during the load
         self._first: list[int] = self.first.tolist()  # looked up one by one while the clock runs
 
@@ -71,7 +81,7 @@ class Turns:
         return turn + 1 == self.count(session)
 
     def think_ns(self, number: int) -> int:
-        """How long after the reply before it that turn is due."""
+        """How long after the turn before it that turn is due: after its reply, or from when it was due."""
         return self._think_time_ms.at(number) * 1_000_000
 
 

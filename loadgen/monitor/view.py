@@ -86,7 +86,7 @@ class Course:
             for name, value in ttft_ms.items():
                 self._ttft[name].append(value)
             self._before = live
-        failed = {name: count for name, count in totals.outcomes.items() if count and name != "ok"}
+        failed = {name: count for name, count in totals.outcomes.items() if count and name not in ("ok", "abandoned")}
         if live.failed > sum(failed.values()):  # their records are still to come, or on other machines
             failed["others" if failed else "in all"] = live.failed - sum(failed.values())
         ratio = self._done_ratio(live, totals)

@@ -29,7 +29,7 @@ from loadgen.document import html, markdown
 from loadgen.document.content import Document
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.report import findings, metrics, schema, sessions, sharing, slices, stalls
+from loadgen.report import abandoned, findings, metrics, schema, sessions, sharing, slices, stalls
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.pages import charts, parts, run, runs
@@ -130,7 +130,7 @@ def _requests(manifest: Manifest, measured: Table) -> schema.Requests:
     return schema.Requests(
         planned=manifest.requests_planned,
         ok=ok,
-        failed=len(measured) - ok,
+        failed=len(measured) - ok - int(measured.abandoned.sum()),
         by_outcome={OUTCOMES[code]: by_outcome[code] for code in sorted(by_outcome)},
     )
 
@@ -173,8 +173,10 @@ def _on_the_wire(
     rules: Convention,
     full: slices.FullSlots | None,
 ) -> dict[str, Any]:
-    """The numbers that say over what, and how, tokens came."""
+    """The numbers that say over what, and how, tokens came, and what the client did beside reading them."""
     return {
+        "abandoned": abandoned.build(measured, rules),
+        "resent": abandoned.resent(measured, rules),
         "full_slots_s": None if full is None else full.seconds,
         "connect_ms": _connecting(facts),
         "retried_connections": len(measured.retried),

@@ -20,7 +20,7 @@ import backends
 from backends.untrusted import printable
 from loadgen.document.content import number
 from loadgen.monitor.server_view import ServerStats
-from loadgen.report import client_findings, cluster, metrics, sessions, sharing, slices
+from loadgen.report import abandoned, client_findings, cluster, metrics, sessions, sharing, slices
 from loadgen.report.finding import THERMAL_RATIO, Finding, Severity, share, throttled, worst_first
 from loadgen.report.metrics import PERCENTILES
 from loadgen.report.schema import Numbers, Window
@@ -86,7 +86,7 @@ COLD_LOAD_US = 100_000  # longer, and a model was read from a disk
 LOWER_RATIO = 0.9
 # Failures after the last reply: so many, and so unlikely beside those before, are a server that has ended.
 DIED_LEAST, DIED_CHANCE = 10, 1e-6
-_NOT_FAILED = ("cancelled", "dropped", "node_lost")
+_NOT_FAILED = ("abandoned", "cancelled", "dropped", "node_lost")
 # By how much start and end of a run may move its numbers before a reader must know.
 TRANSIENT_THROUGHPUT_RATIO, TRANSIENT_P99_RATIO = 0.03, 0.1
 # Chance that all of n samples lie below the true percentile; half of 5 %, as in a two-sided 95 % interval.
@@ -121,6 +121,7 @@ def find(
         *_other_models(numbers, measured),
         *_lengths(measured, numbers.backend),
         *_counts(measured),
+        *abandoned.find(numbers),
         *sessions.find(measured),
         *_repeated(measured, manifest),
         *sharing.find(measured, numbers, manifest),
@@ -317,6 +318,8 @@ def _warm_up(table: Table, sent: int) -> Iterator[Finding]:
 
 
 def _failures(measured: Table) -> Iterator[Finding]:
+    if measured.abandoned.any():
+        measured = measured.select(~measured.abandoned)
     ok = int(measured.ok.sum())
     failed = len(measured) - ok - _count(measured, "cancelled", "dropped")
     if ok == 0:

@@ -160,6 +160,30 @@ class GpuUse(GpuStats, kw_only=True):
     j_per_output_token: float | None
 
 
+class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that the client gave up, and whether the server stopped its work for them: told by others that waited.
+    events: that had come of their replies. refilled_ms: of those that were given up, and of replies that ended, while
+    others waited: from then until as many replies were under way as before. held_ms: how long the former's replies
+    would have gone on."""
+
+    requests: int
+    events: int
+    slots: Literal["freed", "held", "unknown"]
+    refilled_abandoned_ms: Summary
+    refilled_ended_ms: Summary
+    held_ms: Summary
+
+
+class Resent(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that were sent again after a server had no room (--retries). sent: how many times in all. waited_ms: of
+    each, from the first time it was sent to the last."""
+
+    requests: int
+    ok: int
+    sent: int
+    waited_ms: Summary
+
+
 class Stall(msgspec.Struct, frozen=True):
     """When no event of any reply arrived, though replies were under way, for far longer than a step; seconds of the
     run."""
@@ -349,6 +373,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reply_models: dict[str, int] = {}
     stamps: list[Stamp] = []
     economics: Economics | None = None
+    abandoned: Abandoned | None = None
+    resent: Resent | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from backends.untrusted import escaped
 from loadgen.document import terminal
 from loadgen.document.content import Cell, Document, Items, Listed, Section, Table, Text, Tone, cell, cell_text, number
 from loadgen.monitor.server_view import ServerStats
-from loadgen.report import cluster
+from loadgen.report import abandoned, cluster
 from loadgen.report.finding import Finding, share
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import (
@@ -26,6 +26,7 @@ from loadgen.report.schema import (
     Numbers,
     PhaseStats,
     Report,
+    Requests,
     ServerRequests,
     SessionStats,
     Sharing,
@@ -116,14 +117,24 @@ def economics_lines(told: Economics) -> Iterator[str]:
 FULL_SLOTS = "full slots, from the first sent to the last sent, since the warm-up handed its slots over"
 
 
+def not_ok(requests: Requests) -> str:
+    """How many failed, by their outcomes, and how many the client gave up."""
+    kept = ("ok", "abandoned")
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name not in kept)
+    given_up = requests.by_outcome.get("abandoned")
+    return (
+        f"{number(requests.failed)} failed"
+        + (f" ({outcomes})" if outcomes else "")
+        + (f", {number(given_up)} given up" if given_up else "")
+    )
+
+
 def summary_lines(report: Report) -> list[str]:
     """Requests, throughput, burst, goodput, client, server and GPUs in a line each. Numbers and our own words only."""
     requests, throughput = report.requests, report.throughput
     held_out = _held_out(report)
-    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name != "ok")
     lines = [
-        f"Requests: {number(requests.ok)} ok, {number(requests.failed)} failed"
-        + (f" ({outcomes})" if outcomes else "")
+        f"Requests: {number(requests.ok)} ok, {not_ok(requests)}"
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
         *_load_lines(report),
@@ -147,6 +158,7 @@ def summary_lines(report: Report) -> list[str]:
         lines.append(
             f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
+    lines += abandoned.lines(report)
     lines += _length_lines(report)
     if report.retried_connections:
         lines.append(

@@ -12,4 +12,5 @@ OUTCOMES = (
     "cancelled",  # in flight when the run was stopped
     "dropped",  # due, but never sent
     "node_lost",  # its machine, one of several, was lost before it was known how it ended
+    "abandoned",  # given up by the client at the token that --cancel drew: neither ok nor a failure
 )

@@ -77,6 +77,9 @@ class Record(msgspec.Struct, kw_only=True):
     server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
     model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
+    resent_ns: Sequence[int] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # when it was sent again, after a server that had no room; sent_ns is the first time
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
     turn: Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)] | msgspec.UnsetType = msgspec.UNSET
@@ -155,12 +158,14 @@ class Table:
     phase: NDArray[np.int8]  # index into PHASES
     itl_us: NDArray[np.uint32]
     itl_offsets: NDArray[np.int64]
-    errors: dict[int, str]  # id of a measured request -> what went wrong
     warmup_error: str | None = None  # outcome and error of the first warm-up request that failed
-    retried: frozenset[int] = frozenset()  # ids of measured requests that were sent twice
-    server: dict[int, ServerRecord] = field(default_factory=dict)  # id of a measured request -> what the server says
-    answers_ns: dict[int, int] = field(default_factory=dict)  # id of a measured request -> its answer_ns
-    models: dict[int, str] = field(default_factory=dict)  # id of a measured request -> another model that answered
+    # by the id of a measured request that has it: its fields as `BY_ID` says
+    errors: dict[int, str] = field(default_factory=dict)
+    retried: dict[int, bool] = field(default_factory=dict)
+    resent_ns: dict[int, Sequence[int]] = field(default_factory=dict)
+    server: dict[int, ServerRecord] = field(default_factory=dict)
+    answers_ns: dict[int, int] = field(default_factory=dict)
+    models: dict[int, str] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
@@ -171,6 +176,12 @@ class Table:
     def ok(self) -> NDArray[np.bool_]:
         ok: NDArray[np.bool_] = self.outcome == _OUTCOME_CODE["ok"]
         return ok
+
+    @property
+    def abandoned(self) -> NDArray[np.bool_]:
+        """Those that the client gave up, as it was to: neither ok nor failed."""
+        abandoned: NDArray[np.bool_] = self.outcome == _OUTCOME_CODE["abandoned"]
+        return abandoned
 
     def select(self, mask: NDArray[np.bool_]) -> Table:
         """The rows where `mask` (n,) holds: as a view where they follow each other, else as a copy."""
@@ -190,24 +201,17 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        told = self.errors or self.retried or self.server or self.answers_ns or self.models
+        told = {name: of for name in BY_ID if (of := getattr(self, name))}
         kept = self.id[chosen].tolist() if told else ()
-        errors = {key: self.errors[key] for key in kept if key in self.errors}
-        server = {key: self.server[key] for key in kept if key in self.server}
-        columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
-        retried = self.retried.intersection(kept)
-        answers_ns = {key: self.answers_ns[key] for key in kept if key in self.answers_ns}
-        models = {key: self.models[key] for key in kept if key in self.models}
+        held: Mapping[str, Any] = {
+            **{name: getattr(self, name)[chosen] for name in COLUMNS},
+            **{name: {key: of[key] for key in kept if key in of} for name, of in told.items()},
+        }
         return Table(
-            **columns,
+            **held,
             itl_us=itl_us,
             itl_offsets=itl_offsets,
-            errors=errors,
-            retried=retried,
-            server=server,
             warmup_error=self.warmup_error,
-            answers_ns=answers_ns,
-            models=models,
             odd=self.odd,
             tells_pace=self.tells_pace,
         )
@@ -234,17 +238,12 @@ class Table:
         columns["phase"] = [PHASES[code] for code in self.phase.tolist()]
         gaps_us, offsets = self.itl_us.tolist(), self.itl_offsets.tolist()
         columns["itl_us"] = [gaps_us[begin:end] for begin, end in itertools.pairwise(offsets)]
-        columns["error"] = [None] * len(self)
-        for name in ("retried", "server", "model", "answer_ns", *(() if self.tells_pace else ("first_tokens",))):
-            columns[name] = [msgspec.UNSET] * len(self)
-        if self.errors or self.retried or self.server or self.answers_ns or self.models:
-            for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
-                number = columns["id"][row]
-                columns["error"][row] = self.errors.get(number)
-                columns["retried"][row] = number in self.retried or msgspec.UNSET
-                columns["server"][row] = self.server.get(number, msgspec.UNSET)
-                columns["model"][row] = self.models.get(number, msgspec.UNSET)
-                columns["answer_ns"][row] = self.answers_ns.get(number, msgspec.UNSET)
+        for name in (*BY_ID.values(), *(() if self.tells_pace else ("first_tokens",))):
+            columns[name] = [None if name == "error" else msgspec.UNSET] * len(self)
+        for name, field_name in BY_ID.items():
+            if of := getattr(self, name):
+                for row in np.flatnonzero(self.phase == _PHASE_CODE["measured"]).tolist():
+                    columns[field_name][row] = of.get(columns["id"][row], columns[field_name][row])
         return map(_Written, *(columns[name] for name in Record.__struct_fields__))
 
 
@@ -261,6 +260,13 @@ _OWN = [name for name in _INTEGERS if name != "first_tokens"]
 _OWN_INTEGERS = attrgetter(*_OWN)
 _ALWAYS = ("id", "scheduled_ns", "asked_prompt_tokens", "asked_tokens", "events")  # fields that are never null
 COLUMNS = (*_INTEGERS, "outcome", "phase")
+# what few requests have: by the names of a table, the field of a record
+BY_ID = {
+    "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
+    "models": "model",
+}  # fmt: skip
+_OF_FEW = attrgetter(*BY_ID.values())
+_NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))
 _OUTCOME_CODE = {name: code for code, name in enumerate(OUTCOMES)}
 _PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 DAY_NS = 86_400_000_000_000
@@ -351,12 +357,8 @@ class _Columns:
         self._outcome, self._phase = array("b"), array("b")
         self._gaps = [array("I")]  # blocks, so that growing never copies and ordering can free them one by one
         self._gap_counts = array("I")
-        self._errors: dict[int, str] = {}
+        self._by_id: dict[str, dict[int, Any]] = {name: {} for name in BY_ID}
         self._warmup_error: str | None = None
-        self._retried: list[int] = []
-        self._server: dict[int, ServerRecord] = {}
-        self._answers_ns: dict[int, int] = {}
-        self._models: dict[int, str] = {}
         self._tells_pace = False
         self._texts: dict[str, str] = {}  # ten thousand refusals share one message
 
@@ -383,17 +385,14 @@ class _Columns:
         self._phase.append(_PHASE_CODE[record.phase])
         if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
             self._warmup_error = f"{record.outcome}, {record.error}"
-        if record.error and record.phase == "measured":
-            self._errors[record.id] = self._texts.setdefault(record.error, record.error)
-        if record.retried is True and record.phase == "measured":
-            self._retried.append(record.id)
-        if isinstance(record.server, ServerRecord) and record.phase == "measured":
-            self._server[record.id] = record.server
-        if isinstance(record.model, str) and record.phase == "measured":
-            name = printable(record.model)
-            self._models[record.id] = self._texts.setdefault(name, name)
-        if record.answer_ns is not msgspec.UNSET and record.phase == "measured":
-            self._answers_ns[record.id] = record.answer_ns
+        told = _OF_FEW(record)
+        if record.phase == "measured" and told != _NOTHING_TOLD:
+            for name, value in zip(BY_ID, told, strict=True):
+                if isinstance(value, str):
+                    shown = printable(value) if name == "models" else value
+                    value = self._texts.setdefault(shown, shown)
+                if value is not UNSET and value not in (None, "", False):
+                    self._by_id[name][record.id] = value
 
     def _flush(self) -> None:
         columns = dict(zip(_OWN, zip(*self._rows, strict=True), strict=False)) | {"first_tokens": tuple(self._first)}
@@ -433,21 +432,17 @@ class _Columns:
             columns[name] = np.asarray(self._integers.pop(name))[order]
         gaps, offsets = self._ordered_gaps(order)
         answers_ns = np.full(len(order), -1, np.int64)
-        if self._answers_ns:
+        if told := self._by_id["answers_ns"]:
             measured = phase[order] == _PHASE_CODE["measured"]
-            answers_ns[measured] = [self._answers_ns.get(number, -1) for number in columns["id"][measured].tolist()]
+            answers_ns[measured] = [told.get(number, -1) for number in columns["id"][measured].tolist()]
+        held: Mapping[str, Any] = {**columns, **self._by_id}
         return Table(
-            **columns,
+            **held,
             outcome=np.asarray(self._outcome)[order],
             phase=phase[order],
             itl_us=gaps,
             itl_offsets=offsets,
-            errors=self._errors,
             warmup_error=self._warmup_error,
-            retried=frozenset(self._retried),
-            server=self._server,
-            answers_ns=self._answers_ns,
-            models=self._models,
             odd=_contradictions(columns, gaps, offsets, answers_ns),
             tells_pace=self._tells_pace,
         )

@@ -284,7 +284,7 @@ class Search:
                 met=met,
                 verdict="unsure",
             )
-        judged = measured.outcome != OUTCOMES.index("cancelled")
+        judged = (measured.outcome != OUTCOMES.index("cancelled")) & ~measured.abandoned
         server = report.server
         return ProbeRun(
             number=0,

@@ -100,7 +100,7 @@ class Follower:
         elif line.id >= 0 and line.phase == "measured":
             stamps = (line.sent_ns, line.first_token_ns, line.last_token_ns, line.done_ns)
             tokens = (line.output_tokens, line.first_tokens)
-            ended = {"ok": 1, "cancelled": -1}.get(line.outcome, 0)
+            ended = {"ok": 1, "cancelled": -1, "abandoned": -1}.get(line.outcome, 0)
             self._rows.append((line.id, *(-1 if each is None else each for each in (*stamps, *tokens)), ended))
 
 
@@ -146,7 +146,7 @@ def times_of(table: Table) -> Times:
 
 def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> Seen:
     """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
-    kept = table.outcome != OUTCOMES.index("cancelled")
+    kept = (table.outcome != OUTCOMES.index("cancelled")) & ~table.abandoned
     late = worst(lateness(limits_ms, times_of(table)))
     due_ns = load.due_ns() if load.streams is None else None
     if due_ns is not None:

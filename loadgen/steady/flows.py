@@ -29,14 +29,15 @@ def of_requests(measured: Table, manifest: Manifest) -> Flow | None:
     if kind not in JUDGED or (measured.turn > 0).any():
         return None
     unanswered = np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in UNANSWERED])
-    rows = np.flatnonzero((measured.ok | unanswered) & (measured.sent_ns != -1))
+    rows = np.flatnonzero((measured.ok | measured.abandoned | unanswered) & (measured.sent_ns != -1))
     rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
     arrived_s = measured.sent_ns[rows] / 1e9
-    ok = measured.ok[rows]
+    ok = (measured.ok | measured.abandoned)[rows]
     streamed = bool((measured.events[rows] > 1).any())
     first_s = measured.first_token_ns[rows] / 1e9 if streamed else arrived_s
     known = measured.output_tokens[rows]
-    tokens = np.where(known > 0, known, measured.asked_tokens[rows]).astype(np.float64)
+    asked = np.where(measured.abandoned, measured.events, measured.asked_tokens)[rows]
+    tokens = np.where(known > 0, known, asked).astype(np.float64)
     flow = Flow(
         arrived_s=arrived_s,
         first_s=np.where(ok, np.maximum(first_s, arrived_s), np.inf),

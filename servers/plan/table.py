@@ -253,7 +253,7 @@ def _load_flags(load: Load, rate: float) -> list[str]:
     flags += [] if load.prefix is None else ["--prefix", str(load.prefix)]
     if load.sessions is not None:
         flags += ["--sessions", str(load.requests), "--turns", str(load.sessions.turns)]
-        flags += ["--think-time", str(load.sessions.think_time)]
+        flags += ["--think-time", load.sessions.pause]
     return flags
 
 
@@ -322,4 +322,4 @@ def _arriving(load: Load) -> str:
     lengths = f"Poisson, {load.input_tokens} tokens in, {load.output_tokens} out{shared}"
     if load.sessions is None:
         return lengths
-    return f"{lengths}, {load.sessions.turns} turns each, {load.sessions.think_time} s to think"
+    return f"{lengths}, {load.sessions.turns} turns each, {load.sessions.pause} s to think"

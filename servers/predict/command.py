@@ -44,8 +44,8 @@ COUNTED_TOGETHER = 4096  # requests
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
-    "prefix", "sessions", "turns", "think_time", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
-    "trace_block_tokens",
+    "prefix", "sessions", "turns", "think_time", "cancel", "trace", "trace_format", "trace_speed", "trace_limit",
+    "trace_from", "trace_block_tokens",
     "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
@@ -58,7 +58,7 @@ CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has 
     "vocab_size", "warmup_load", "drain_warmup", "stop_when_overloaded", "stream", "workers", "on", "nodes",
     "transport", "connect", "kernel_timestamps", "api_key_env", "header", "session_header", "ca", "insecure",
     "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed",
-    "repeat",
+    "repeat", "retries",
 )  # fmt: skip
 
 
@@ -204,7 +204,8 @@ def play(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival]
     if (turns := load.turns()) is not None:
         assert isinstance(sent, list)  # time ends no sessions
         return simulate_sessions(emulated, sent, turns, load.streams)
-    return simulate(emulated, sent, load.streams, math.inf if load.duration_s is None else load.duration_s)
+    until_s = math.inf if load.duration_s is None else load.duration_s
+    return simulate(emulated, sent, load.streams, until_s, load.cancels())
 
 
 def _length(config: Config, longest: int) -> int:
@@ -264,9 +265,12 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
     begun_ns = np.rint(np.fromiter((each.sent_s for each in outcomes), np.float64, count) * 1e9).astype(np.int64)
     status = np.fromiter((-1 if each.status is None else each.status for each in outcomes), np.int64, count)
     failed = {each.index: each.dropped or f"status {each.status} (emulated)" for each in outcomes if each.status != 200}
+    given_up = [each.abandoned for each in outcomes]
     tokens = _tokens(outcomes)
     numbers = index.tolist()
     came, sent = tokens.counts > 0, status != -1
+    abandoned = np.fromiter(given_up, np.bool_, count)
+    whole = came & ~abandoned
     session = turn = np.full(count, -1)
     if turns is not None:
         session, turn = np.array([turns.place(number) for number in numbers], np.int64).reshape(-1, 2).T
@@ -283,19 +287,21 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
         first_token_ns=first_ns,
         last_token_ns=last_ns,
         done_ns=np.where(came, last_ns, begun_ns),
-        prompt_tokens=np.where(came, prompt, -1),
-        output_tokens=np.where(came, tokens.counts, -1),
-        first_tokens=np.where(tokens.counts > 1, 1, -1),
+        prompt_tokens=np.where(whole, prompt, -1),
+        output_tokens=np.where(whole, tokens.counts, -1),
+        first_tokens=np.where(whole & (tokens.counts > 1), 1, -1),
         asked_prompt_tokens=prompt,
         asked_tokens=output,
-        cached_tokens=np.where(came & ((cached > 0) | (not caches and any(shared))), cached, -1),
+        cached_tokens=np.where(whole & ((cached > 0) | (not caches and any(shared))), cached, -1),
         shared_tokens=np.array(shared, np.int64),
         session=session,
         turn=turn + 1,
         events=tokens.counts,
         status=status,
         outcome=np.select(
-            [status == 200, sent], [OUTCOMES.index("ok"), OUTCOMES.index("http_error")], OUTCOMES.index("dropped")
+            [abandoned, status == 200, sent],
+            [OUTCOMES.index("abandoned"), OUTCOMES.index("ok"), OUTCOMES.index("http_error")],
+            OUTCOMES.index("dropped"),
         ).astype(np.int8),
         phase=np.full(count, records.PHASES.index("measured"), np.int8),
         itl_us=tokens.gaps_us,

@@ -34,6 +34,7 @@ KINDS = {
     "junk_after": "bytes after the last chunk",
     "unasked_reply": "a second whole reply after the first",
     "close_idle": "the connection is closed after the reply, unannounced",
+    "unnoticed": "a client that leaves is not noticed: its reply goes on to the end, in its slot",
     "refuse": "the connection is closed before any byte",
     "cached": "half of the prompt reported as cached",
     "wrong_prompt_tokens": "one prompt token too many reported",

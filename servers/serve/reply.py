@@ -98,7 +98,8 @@ class Reply:
 
     def abandon(self) -> None:
         """The client has left."""
-        self._break_off("client left")
+        if self._kind != "unnoticed":
+            self._break_off("client left")
 
     def _break_off(self, failure: str) -> None:
         for reply in [*self.together] or [self]:
@@ -152,6 +153,8 @@ class Reply:
 
     def _complete(self) -> None:
         if not self.connection.open:
+            if self._kind == "unnoticed":
+                self._server.ended(self, self._finish, "")
             return
         self._server.ended(self, self._finish, "")
         connection, wire = self.connection, self._wire

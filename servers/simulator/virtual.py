@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from loadgen import rundir
 from loadgen.config import Config
 from loadgen.load.arrivals import Streams
+from loadgen.load.choices import Cancels
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
@@ -51,7 +52,8 @@ class Outcome:
     """One request. `output`: what it asked for, `given`: what the server makes of that. `times_s`: when each of its
     tokens came; empty when the server refused it with `status`.
     `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled. `dropped`: why it was never
-    sent; it then has no status, and `sent_s` is when that was clear."""
+    sent; it then has no status, and `sent_s` is when that was clear. `abandoned`: its client gave it up, at its last
+    token here."""
 
     index: int
     prompt: int
@@ -62,6 +64,7 @@ class Outcome:
     cached_tokens: int = 0
     dropped: str | None = None
     given: int = 0
+    abandoned: bool = False
 
 
 @contextlib.contextmanager
@@ -81,12 +84,13 @@ def simulate(
     arrivals: Iterable[Sent],
     streams: Streams | None = None,
     until_s: float = math.inf,
+    cancels: Cancels | None = None,
 ) -> list[Outcome]:
     """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. In a closed loop of
     `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream, and none
-    from `until_s` on, so that there may be arrivals without end. A token has come when the server sent it; the way to
-    the client is a part of the front end's latency. Raises EmulationError where the server keeps a request and never
-    ends it."""
+    from `until_s` on, so that there may be arrivals without end. cancels: which of them
+    their clients give up, by their numbers. A token has come when the server sent it; the way to the client is a part
+    of the front end's latency. Raises EmulationError where the server keeps a request and never ends it."""
     outcomes: list[Outcome] = []
     # when each stream of a closed loop is free: an ascending list is a heap
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
@@ -96,12 +100,21 @@ def simulate(
         tokens.of(emits, gap_s)(first_s)
         for place in engine.turning:
             sequence = emits[place]
-            if sequence.done:
+            if sequence.done and sequence.index not in given_up:
                 outcomes[sequence.index].cached_tokens = sequence.cached
                 if streams is not None:
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
-    engine = emulated.engine(deliver, tokens.of)
+    given_up: dict[int, int] = {}  # by the request's number, the token at which its client leaves
+
+    def gone(sequence: Sequence, at_s: float) -> None:
+        outcomes[sequence.index].abandoned = True
+        if streams is not None:
+            heapq.heappush(freed, at_s)
+
+    engine: Engine | _Abandoned = emulated.engine(deliver, tokens.of)
+    if cancels is not None:
+        engine = _Abandoned(emulated, deliver, gone, cancels, given_up)
 
     def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
@@ -125,13 +138,71 @@ def simulate(
             send(at_s, arrival)
     engine.advance(math.inf)
     tokens.sort()
+    _cut(outcomes, given_up)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
     return outcomes
 
 
+def _cut(outcomes: list[Outcome], given_up: dict[int, int]) -> None:
+    """Takes away what the server made before it knew that clients had left."""
+    for number, token in given_up.items():
+        del outcomes[number].times_s[token:]
+        outcomes[number].given = token
+
+
+class _Abandoned:
+    """An engine some of whose clients leave: when one has read the token at which it gives its reply up, the server is
+    to forget the request."""
+
+    def __init__(
+        self,
+        emulated: Emulated,
+        deliver: Callable[[list[Sequence], float, float], None],
+        gone: Callable[[Sequence, float], None],
+        cancels: Cancels,
+        given_up: dict[int, int],
+    ) -> None:
+        """given_up: filled as requests are sent, by their numbers, with the token at which each is left."""
+        self._engine = emulated.engine(self._delivered)  # step by step: each token is looked at
+        self._deliver, self._gone, self._cancels, self._given_up = deliver, gone, cancels, given_up
+        self._leaving: list[tuple[float, int, Sequence]] = []  # a heap
+
+    @property
+    def now_s(self) -> float:
+        return self._engine.now_s
+
+    @property
+    def turning(self) -> list[int]:
+        return self._engine.turning
+
+    def next_s(self) -> float:
+        return min(self._engine.next_s(), self._leaving[0][0] if self._leaving else math.inf)
+
+    def advance(self, until_s: float) -> None:
+        while (next_s := self.next_s()) <= until_s and next_s < math.inf:
+            self._engine.advance(next_s)
+            while self._leaving and self._leaving[0][0] <= next_s:
+                at_s, _, sequence = heapq.heappop(self._leaving)
+                self._engine.cancel(sequence)
+                self._gone(sequence, at_s)
+
+    def submit(self, sequence: Sequence, at_s: float) -> None:
+        """Raises Rejected."""
+        self.advance(at_s)
+        self._engine.submit(sequence, at_s)
+        if (token := self._cancels.token(sequence.index, sequence.output)) is not None:
+            self._given_up[sequence.index] = token
+
+    def _delivered(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
+        for place, sequence in enumerate(emits):
+            if sequence.emitted == self._given_up.get(sequence.index) and not sequence.done:
+                heapq.heappush(self._leaving, (place_s(first_s, gap_s, place), sequence.index, sequence))
+        self._deliver(emits, first_s, gap_s)
+
+
 def _as_freed(
-    engine: Engine, feed: Iterable[Sent], streams: Streams, freed: list[float]
+    engine: Engine | _Abandoned, feed: Iterable[Sent], streams: Streams, freed: list[float]
 ) -> Iterator[tuple[float, Sent]]:
     """When each is sent in a closed loop. freed: a heap of when streams are free, which fills as replies end. Ends
     early where the server keeps all that it has."""
@@ -295,7 +366,8 @@ class _Sessions:
 
     def _ended(self, number: int, at_s: float) -> None:
         if not self._turns.is_last(number):
-            heapq.heappush(self._due, (at_s + self._turns.think_ns(number + 1) / 1e9, number + 1))
+            begin_s = self._outcomes[number].sent_s if self._turns.from_due else at_s
+            heapq.heappush(self._due, (max(begin_s + self._turns.think_ns(number + 1) / 1e9, at_s), number + 1))
         elif self._streams is not None:
             heapq.heappush(self._due, (at_s, self._ANY))
 

@@ -41,6 +41,7 @@ EXPECTED = {
     "junk_after": OK,
     "unasked_reply": OK,
     "close_idle": OK,
+    "unnoticed": OK,
     "refuse": replace(OK, tries=2),  # on a reused connection: sent again on a fresh one
     "cached": Expected(outcome="ok", tokens=OUTPUT_TOKENS, events=OUTPUT_TOKENS, findings=("CACHED_TOKENS",)),
     "wrong_prompt_tokens": Expected(

@@ -73,6 +73,8 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "sessions": (["9"], 9),
     "turns": (["uniform:2:6"], "uniform:2:6"),
     "think_time": (["0.5"], 0.5),
+    "cancel": (["0.05"], 0.05),
+    "retries": (["3"], 3),
     "warmup_load": ([], True),
     "drain_warmup": ([], True),
     "workload": (["paper"], "paper"),

@@ -28,7 +28,7 @@ from loadgen.target import Target, TransportError
 from tests.loadgen.load.loads import load
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
 
-OF_THE_LOAD = ("requests", "duration", "concurrency", "input_tokens", "output_tokens", "prefix")
+OF_THE_LOAD = ("requests", "duration", "concurrency", "input_tokens", "output_tokens", "prefix", "cancel", "seed")
 
 
 def plan(url: str, arrival: str = "burst", **options: Any) -> Plan:

@@ -147,6 +147,24 @@ def test_turns_follow_each_other(arrival: dict[str, Any], tmp_path: Path) -> Non
             assert later["scheduled_ns"] == earlier["done_ns"] + think_ns <= later["sent_ns"]
 
 
+@pytest.mark.parametrize(("every_ms", "waits"), [(20, True), (300, False)])
+def test_users_come_back_at_their_own_pace_but_never_before_their_reply(
+    every_ms: int, waits: bool, tmp_path: Path
+) -> None:
+    """Replies take 60 ms or a little more."""
+
+    def slowly(number: int) -> Script:
+        head, *rest = reply(number)
+        return [head, 0.06, *rest]
+
+    _, _, rows = played(slowly, tmp_path, think_time=f"every:{every_ms / 1000}", turns=3)
+    for of_it in sessions_of(rows).values():
+        for earlier, later in itertools.pairwise(of_it):
+            own_ns = earlier["scheduled_ns"] + every_ms * 1_000_000
+            assert later["scheduled_ns"] == (earlier["done_ns"] if waits else own_ns) <= later["sent_ns"]
+            assert later["sent_ns"] >= earlier["done_ns"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_header_names_the_conversation(workers: int, tmp_path: Path) -> None:
     """All turns of a session carry one name, in whichever process, and no two sessions the same."""

@@ -72,6 +72,15 @@ def test_of_one_session_alone_the_times_add_up_and_hits_are_block_arithmetic(sch
         assert turn.prompt > said
 
 
+@pytest.mark.parametrize(("every", "waits"), [(0.001, True), (30, False)])
+def test_users_who_come_back_at_their_own_pace_wait_for_their_replies_alone(every: float, waits: bool) -> None:
+    outcomes, _ = play("vllm@v1", sessions=2, turns=4, think_time=f"every:{every}", input_tokens=40, output_tokens=30)
+    pairs = [pair for pair in pairwise(outcomes) if pair[1].index % 4]
+    assert len(pairs) == 6
+    for before, turn in pairs:
+        assert turn.sent_s == (before.times_s[-1] if waits else before.sent_s + every)
+
+
 def test_a_turn_asks_for_all_that_was_said() -> None:
     load, shapes, sent, turns = drawn(
         sessions=40, turns="uniform:1:5", prefix="3:50", input_tokens="uniform:60:90", output_tokens="uniform:1:30"
