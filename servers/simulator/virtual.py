@@ -106,15 +106,9 @@ def simulate(
                     heapq.heappush(freed, place_s(first_s, gap_s, place))
 
     given_up: dict[int, int] = {}  # by the request's number, the token at which its client leaves
-
-    def gone(sequence: Sequence, at_s: float) -> None:
-        outcomes[sequence.index].abandoned = True
-        if streams is not None:
-            heapq.heappush(freed, at_s)
-
     engine: Engine | _Abandoned = emulated.engine(deliver, tokens.of)
     if cancels is not None:
-        engine = _Abandoned(emulated, deliver, gone, cancels, given_up)
+        engine = _Abandoned(emulated, deliver, cancels, freed, given_up)
 
     def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
@@ -148,7 +142,7 @@ def _cut(outcomes: list[Outcome], given_up: dict[int, int]) -> None:
     """Takes away what the server made before it knew that clients had left."""
     for number, token in given_up.items():
         del outcomes[number].times_s[token:]
-        outcomes[number].given = token
+        outcomes[number].given, outcomes[number].abandoned = token, True
 
 
 class _Abandoned:
@@ -159,13 +153,14 @@ class _Abandoned:
         self,
         emulated: Emulated,
         deliver: Callable[[list[Sequence], float, float], None],
-        gone: Callable[[Sequence, float], None],
         cancels: Cancels,
+        freed: list[float],
         given_up: dict[int, int],
     ) -> None:
-        """given_up: filled as requests are sent, by their numbers, with the token at which each is left."""
+        """freed: a heap of when clients leave, which free a stream of a closed loop. given_up: filled as requests are
+        sent, by their numbers, with the token at which each is left."""
         self._engine = emulated.engine(self._delivered)  # step by step: each token is looked at
-        self._deliver, self._gone, self._cancels, self._given_up = deliver, gone, cancels, given_up
+        self._deliver, self._cancels, self._freed, self._given_up = deliver, cancels, freed, given_up
         self._leaving: list[tuple[float, int, Sequence]] = []  # a heap
 
     @property
@@ -185,7 +180,7 @@ class _Abandoned:
             while self._leaving and self._leaving[0][0] <= next_s:
                 at_s, _, sequence = heapq.heappop(self._leaving)
                 self._engine.cancel(sequence)
-                self._gone(sequence, at_s)
+                heapq.heappush(self._freed, at_s)
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
         """Raises Rejected."""
