@@ -2,7 +2,7 @@
 
 Three requests tell them apart. `/v1/models` names an owner: "vllm", "sglang", "llamacpp", "lightllm" (from 1.2 on), the
 model's own id in TGI, something else elsewhere. `/info` is TGI's, `/get_model_name` LightLLM's (before 1.2 all that it
-has).
+has). A router may answer the first itself, and then `/get_model_info`, which is SGLang's, comes from behind it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from backends.untrusted import UNDECODABLE, printable
 MOST_SETTINGS, MOST_CHARS = 64, 60
 TGI_NAME = "tgi"  # what TGI calls its model on OpenAI's routes, whichever it is
 PATHS = ("/v1/models", "/info", "/get_model_name")
+ROUTER = "local"  # the owner of sglang-router's models
 
 _TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp", "sglang": "SGLang"}
 
@@ -65,6 +66,9 @@ class _Identity(msgspec.Struct):
     max_concurrent_requests: object = None
     version: str | None = None
     model_name: str | None = None
+    model_path: str | None = None
+    served_model_name: str | None = None
+    is_generation: object = None
 
 
 def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
@@ -90,6 +94,8 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
         return "tgi", ServerInfo(identity.model_id, limit, identity.version, max_requests=most)
     if identity.model_name is not None:
         return "lightllm", ServerInfo(model=identity.model_name)
+    if identity.model_path is not None and identity.is_generation is not None:
+        return "sglang", ServerInfo(model=identity.served_model_name or identity.model_path)
     raise ProtocolError(f"{path} answers {quoted(body)}, which is no LLM server's answer")
 
 
@@ -106,6 +112,8 @@ def read_as(name: str) -> Callable[[str, bytes], ServerInfo]:
             return info
         if kind in _TITLES:
             raise OtherServer(f"this is {_one(kind)}, not {_TITLES[name]}; use --backend {kind}")
+        if kind == ROUTER and name == "sglang":
+            raise ProtocolError(f"{path} is answered by a router")
         owner = f"'{printable(kind, 60)}' as the models' owner" if kind else "no owner of its models"
         raise OtherServer(f"this is not {_one(name)} ({path} names {owner}); use --backend openai")
 

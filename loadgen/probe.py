@@ -1,16 +1,21 @@
-"""Questions to the server before the load: what it is, and how it counts the tokens of a text prompt."""
+"""Questions to the server before the load: what it is, whether its replicas are so many, and how it counts the tokens
+of a text prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 import backends
 from backends.exit_codes import FailedError
 from backends.protocol import Account, Backend, HttpRequest, OtherServer, Prompt, ProtocolError, ServerInfo
+from backends.replies import error_text
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
@@ -53,8 +58,10 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
                 "--api-key-env or --header."
             )
         if status != 200:
-            redirect = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
-            reasons.append(f"GET {target.url_of(path)} answers {status}{redirect}")
+            more = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
+            if status >= 500 and (said := error_text(body)):  # of a router, which of its workers did not answer
+                more = f" ({printable(said, 200)})"
+            reasons.append(f"GET {target.url_of(path)} answers {status}{more}")
             well = well and status <= 501 and status != 500
             continue
         try:
@@ -67,7 +74,7 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
     if others:  # they say what it is, and the other paths no more than that it is that
         reasons = list(dict.fromkeys(others))
     elif not well:
-        advice = " Look at its log, and wait until it is ready."
+        advice = " Look at its log, and wait until it is ready; of a router, see that its workers run."
     elif not named:
         advice = " If it has no list of models, name the one to ask for with --model."
     kind = f"{'an' if backend.name.startswith(_AFTER_AN) else 'a'} {backend.name}"
@@ -88,6 +95,34 @@ def account(backend: Backend, target: Target) -> Account:
                     {**whole.settings, **part.settings},
                 )
     return whole
+
+
+# What no two processes show alike: when they and their series began, and sums of seconds with all their digits.
+_OWN_VALUE = re.compile(
+    r"^((?:process_start_time_seconds|\w[\w:]*(?:_created|_seconds_sum))(?:\{[^\n]*\})? \S+)", re.MULTILINE
+)
+_OWN_DIGITS = 8
+
+
+def check_replicas(target: Target, urls: Sequence[str]) -> None:
+    """That no two of these pages of metrics are one replica's, by whatever names. Those that do not answer, or show
+    nothing of their own, pass. Raises ServerError."""
+    seen: dict[str, str] = {}
+    for url in urls if len(urls) > 1 else ():
+        parts = urlsplit(url)
+        root = f"{parts.scheme}://{parts.netloc}"
+        same = parts[:2] == target.parts[:2]  # secrets go to the server itself alone
+        at = msgspec.structs.replace(target, url=root) if same else Target(root, ca=target.ca, insecure=target.insecure)
+        with contextlib.suppress(TransportError):
+            status, _, body = get(at, parts.path)
+            for shown in _OWN_VALUE.findall(body.decode(errors="replace")) if status == 200 else ():
+                name, value = shown.rsplit(" ", 1)
+                if len(re.sub("e.*|[^0-9]", "", value).strip("0")) < _OWN_DIGITS or seen.setdefault(shown, url) == url:
+                    continue
+                raise ServerError(
+                    f"--metrics-url {url} is the same replica as {seen[shown]}: both show {printable(name, 100)} "
+                    f"{printable(value, 30)}; name each once."
+                )
 
 
 def timetable(target: Target) -> Timetable | None:

@@ -38,7 +38,7 @@ from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
 from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted, worker_count
-from loadgen.probe import ServerError, account, first_request, identify, timetable
+from loadgen.probe import ServerError, account, check_replicas, first_request, identify, timetable
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
 from loadgen.rundir.emulation import Emulation
@@ -244,6 +244,7 @@ class Run:
                 f"note: the server does not say what it is ({doubt}); it is measured as --backend {self.backend.name} "
                 "and --model say."
             )
+        await asyncio.to_thread(check_replicas, served.target, self.config.replicas)
         if not self.emulated:
             self.account = await asyncio.to_thread(account, self.backend, served.target)
         info, model = self.info, None

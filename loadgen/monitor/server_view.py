@@ -71,10 +71,12 @@ class ServerSample(msgspec.Struct, kw_only=True):
 
 
 class ReplicaStats(msgspec.Struct, kw_only=True):
-    """What one of several replicas counted. silent: samples in which it did not answer."""
+    """What one of several replicas counted. silent: samples in which it did not answer. lost_s: where it no longer did
+    at the end, when in the run it did so last; null: never."""
 
     url: str
     silent: int
+    lost_s: float | UnsetType | None = UNSET
     running_max: int | None = None
     waiting_max: int | None = None
     kv_cache_usage_max_ratio: float | None = None
@@ -173,7 +175,7 @@ def read(directory: Path, run_id: str, t0_ns: int, end_ns: int) -> ServerView | 
     if not header.series:
         view.server = ServerStats(problem=problem) if problem else None
         return view
-    view.server = _server(window, header.replicas or ())
+    view.server = _server(window, header.replicas or (), t0_ns)
     view.server.covered = bool(before and after)
     view.server.problem = problem
     if problem is None and any(sample.good for sample in window) and not any(sample.metrics for sample in window):
@@ -242,13 +244,17 @@ def _rise(shown: _Metrics, name: str) -> float | None:
     return None if any(later < earlier for earlier, later in pairwise(values)) else values[-1] - values[0]
 
 
-def _replica(url: str, place: int, window: Sequence[ServerSample]) -> ReplicaStats:
-    answers = [shown[place] for sample in window if len(shown := sample.replicas or []) > place]
-    shown = [metrics for metrics in answers if metrics]
+def _replica(url: str, place: int, window: Sequence[ServerSample], t0_ns: int) -> ReplicaStats:
+    answers = [(sample.at_ns, shown[place]) for sample in window if len(shown := sample.replicas or []) > place]
+    shown = [metrics for _, metrics in answers if metrics]
+    lost_s: float | UnsetType | None = UNSET
+    if answers and not answers[-1][1]:
+        lost_s = next((max(0.0, (at_ns - t0_ns) / 1e9) for at_ns, metrics in reversed(answers) if metrics), None)
     counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
     return ReplicaStats(
         url=url,
         silent=len(answers) - len(shown),
+        lost_s=lost_s,
         running_max=_whole(_largest(shown, "running")),
         waiting_max=_whole(_largest(shown, "waiting")),
         kv_cache_usage_max_ratio=_largest(shown, "kv_cache_usage_ratio"),
@@ -256,7 +262,7 @@ def _replica(url: str, place: int, window: Sequence[ServerSample]) -> ReplicaSta
     )
 
 
-def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerStats:
+def _server(window: Sequence[ServerSample], replicas: Sequence[str], t0_ns: int) -> ServerStats:
     good = [sample.metrics for sample in window if sample.good]
     parts = [
         [shown[place] for sample in window if len(shown := sample.replicas or []) > place and shown[place]]
@@ -302,7 +308,9 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str]) -> ServerSt
         parts_ms=parts_ms or UNSET,
         gpu_thermal_s=held_s("gpu_thermal_ns"),
         gpu_power_s=held_s("gpu_power_ns"),
-        replicas=[_replica(url, place, window) for place, url in enumerate(replicas) if not _is_of_gpus(parts[place])]
+        replicas=[
+            _replica(url, place, window, t0_ns) for place, url in enumerate(replicas) if not _is_of_gpus(parts[place])
+        ]
         or UNSET,
     )
 

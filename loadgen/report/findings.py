@@ -885,9 +885,11 @@ def _server(numbers: Numbers) -> Iterator[Finding]:
             "and itl include work that was done twice.",
             advice="Lower the load or the lengths, or give the server more memory for its KV cache.",
         )
+    yield from _lost(server)
     yield from _imbalance(server)
     gaps = [server.problem] if server.problem else []
-    if server.failed > SAMPLES_FAILED_RATIO * server.samples:
+    lost = sum(each.silent for each in server.replicas or () if each.lost_s is not UNSET)
+    if server.failed - lost > SAMPLES_FAILED_RATIO * server.samples:
         gaps.append(f"{server.failed} of {server.samples} samples failed ({server.failure})")
     if not server.covered and not server.problem:
         gaps.append("the samples do not reach from before the first request to after the last reply")
@@ -936,9 +938,25 @@ def _held_back(numbers: Numbers, by: str, most_ratio: float) -> list[str]:
     return held
 
 
+def _lost(server: ServerStats) -> Iterator[Finding]:
+    """Replicas that no longer answered at the end."""
+    replicas = server.replicas or []
+    lost = [each for each in replicas if each.lost_s is not UNSET]
+    if lost and len(replicas) > 1:
+        seen = (("not once" if each.lost_s is None else f"last {number(each.lost_s)} s into the run") for each in lost)
+        told = [f"{each.url} answered {when}" for each, when in zip(lost, seen, strict=True)]
+        yield Finding(
+            code="REPLICA_LOST",
+            severity="warning",
+            message=f"Of {len(replicas)} replicas, {', and '.join(told)}: requests that were there failed, or the "
+            "router sent them again, which is part of their latency.",
+            advice="Look at its log; throughput is that of the others.",
+        )
+
+
 def _imbalance(server: ServerStats) -> Iterator[Finding]:
-    """Replicas of which one did far more than its share, or nothing."""
-    tokens = [each.generation_tokens or 0 for each in server.replicas or ()]
+    """Replicas of which one did far more than its share, or nothing, among those that ran to the end."""
+    tokens = [each.generation_tokens or 0 for each in server.replicas or () if each.lost_s is UNSET]
     mean = sum(tokens) / max(1, len(tokens))
     if len(tokens) > 1 and (max(tokens) > IMBALANCE_RATIO * mean or (mean and not min(tokens))):
         yield Finding(

@@ -39,6 +39,11 @@ TGI_MODELS = (
     b'"owned_by":"meta-llama/Llama-2-7b-hf"}]}',
 )
 SGLANG = ("/v1/models", body("sglang_models"))
+SGLANG_INFO = (
+    "/get_model_info",
+    b'{"model_path":"/opt/m/tiny","tokenizer_path":"/opt/m/tiny","is_generation":true,"preferred_sampling_params":null,'
+    b'"weight_version":"default","model_type":"mistral","architectures":["MistralForCausalLM"]}',
+)
 OTHER = ("/v1/models", b'{"data":[{"id":"m","owned_by":"someone","max_model_len":7}]}')
 LLAMACPP = ("/v1/models", body("llamacpp_models"))
 ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP, OTHER]
@@ -58,6 +63,7 @@ ANSWERS = [VLLM, LIGHTLLM, LIGHTLLM_1_1, TGI, TGI_MODELS, SGLANG, LLAMACPP, OTHE
         ("openai", VLLM, ServerInfo(model="m", max_total_tokens=4096)),
         ("openai", OTHER, ServerInfo(model="m", max_total_tokens=7)),
         ("sglang", SGLANG, ServerInfo(model="m", max_total_tokens=8192)),
+        ("sglang", SGLANG_INFO, ServerInfo(model="/opt/m/tiny")),
         ("trtllm", OTHER, ServerInfo(model="m", max_total_tokens=7)),
         ("ollama", ("/api/tags", b'{"models":[{"name":"qwen3:8b","size":1}]}'), ServerInfo(model="qwen3:8b")),
         ("ollama", ("/api/tags", b'{"models":[{"name":"a"},{"name":"b"}]}'), ServerInfo(models=("a", "b"))),

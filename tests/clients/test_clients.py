@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import free_ports, until
+from tests.support.programs import embedded, program
+from tests.support.waiting import free_ports
 from tests.vllm.tiny_model import write as write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -54,32 +55,6 @@ LITELLM_ENV = {
 
 
 @contextlib.contextmanager
-def program(words: list[str], url: str, path: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """A server of that address, once it answers."""
-    import urllib.request
-
-    def ended() -> str | None:
-        return None if started.poll() is None else f"{words[0]} ended with code {started.returncode}"
-
-    started = subprocess.Popen(words, env=os.environ | (env or {}), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: urllib.request.urlopen(url + path, timeout=1).status, words[0], over=ended)
-        yield url
-    finally:
-        started.terminate()
-        started.wait()
-
-
-@contextlib.contextmanager
-def embedded(dialect: str) -> Iterator[str]:
-    (port,) = free_ports(1)
-    words = [sys.executable, "-m", "loadgen", "serve", "--dialect", dialect, "--port", str(port)]
-    words += ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)]
-    with program(words, f"http://127.0.0.1:{port}", "/health") as url:
-        yield url
-
-
-@contextlib.contextmanager
 def behind_nginx(server: str, directory: Path) -> Iterator[str]:
     (port,) = free_ports(1)
     (directory / "nginx.conf").write_text(NGINX.format(directory=directory, port=port, server=server))
@@ -107,7 +82,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         @functools.cache
         def address(dialect: str, between: str) -> str:
             if between == "nothing":
-                return started.enter_context(embedded(dialect))
+                return started.enter_context(embedded(dialect, TTFT_MS, ITL_MS))
             put = {"nginx": behind_nginx, "LiteLLM": behind_litellm}[between]
             return started.enter_context(put(address(dialect, "nothing"), tmp_path_factory.mktemp(between)))
 

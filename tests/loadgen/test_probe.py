@@ -104,6 +104,25 @@ def test_a_server_that_says_what_it_is_is_told_in_one_sentence(name: str, shown:
     assert where.startswith("http://") and reason == f"this is a vLLM server, not {title}; use --backend vllm."
 
 
+ROUTED = (200, {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "local"}]})  # by sglang-router
+BEHIND = {"model_path": "m", "served_model_name": "m", "is_generation": True}
+DEAD = {"error": {"message": "error sending request for url (http://10.0.0.7:1/get_model_info)"}}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_router_that_lists_models_itself_is_asked_what_stands_behind_it(named: bool) -> None:
+    sglang = backends.get("sglang")
+
+    async def story(behind: Answer) -> Identity:
+        answers = {b"/v1/models": ROUTED, b"/get_model_info": behind}
+        async with answering(lambda path, body: answers.get(path, NONE)) as world:
+            return await asyncio.to_thread(identify, sglang, Target(world.url), named=named)
+
+    assert asyncio.run(story((200, BEHIND))) == (ServerInfo(model="m"), False, "")
+    with pytest.raises(ServerError, match=r"answers 500 \(error sending .* of a router, see that its workers run\."):
+        asyncio.run(story((500, DEAD)))
+
+
 def test_a_key_for_replies_alone_may_not_list_models() -> None:
     assert "answers 403" in described((403, b""), key="k").doubt
 

@@ -11,6 +11,7 @@ import backends
 from loadgen.config import Config, ConfigError
 from loadgen.monitor.messages import MetricsSource
 from loadgen.monitor.server_view import ReplicaStats, read
+from loadgen.probe import ServerError, check_replicas
 from loadgen.target import Target
 from tests.loadgen.monitor.metrics_server import Script, scripted
 from tests.loadgen.monitor.test_server_view import RUN, at, seen, write
@@ -53,6 +54,7 @@ def test_a_replica_that_dies_takes_nothing_from_the_others(tmp_path: Path) -> No
     found = seen(tmp_path)
     assert found.generation_tokens == 90 + 20
     assert [(each.silent, each.generation_tokens) for each in found.replicas] == [(0, 90), (1, 20)]
+    assert [each.lost_s for each in found.replicas] == [UNSET, 1.0]  # the run begins at 10 s
     assert found.failed == 1 and found.failure == "replica 2: no connection"
 
 
@@ -115,6 +117,40 @@ def test_addresses() -> None:
     assert strange.metrics_urls == ("http://r:1/prometheus/metrics",)  # its /metrics is no Prometheus text
     source = MetricsSource(url="http://r:1/v1", series={})
     assert source.metrics_urls == ("http://r:1/metrics",)
+
+
+PAGE = """\
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0"} 512
+vllm:prompt_tokens_created{engine="0"} %s
+vllm:gpu_ratio{engine="0"} 0.123456789
+vllm:time_to_first_token_seconds_sum{engine="0"} %s
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("1.7960477911234e+09", "0"), ("1.7960477911234e+09", "0.1"), 'vllm:prompt_tokens_created{engine="0"} 1.796'),
+        (("0", "0.10300874710083"), ("0", "0.10300874710083"), "vllm:time_to_first_token_seconds_sum"),
+        (("1.7960477911234e+09", "0.5"), ("1.7960477911235e+09", "0.5"), ""),  # half a second may be anybody's
+    ],
+)
+def test_a_replica_under_two_names_is_known_by_its_page(
+    one: tuple[str, ...], other: tuple[str, ...], same: str
+) -> None:
+    """When its series began, and sums of seconds with all their digits, are no two processes'."""
+    with scripted() as first, scripted() as second, scripted() as silent:
+        first.body, second.body, silent.status = (PAGE % one).encode(), (PAGE % other).encode(), 503
+        urls = [f"{each.url}/metrics" for each in (silent, first, second)]
+        target = Target("http://router:1", TOKEN)
+        if not same:
+            check_replicas(target, urls)
+            return
+        with pytest.raises(ServerError) as raised:
+            check_replicas(target, urls)
+    assert str(raised.value).startswith(f"--metrics-url {urls[2]} is the same replica as {urls[1]}: both show {same}")
+    assert not any("authorization" in request for each in (first, second) for request in each.seen)
 
 
 @pytest.mark.parametrize(

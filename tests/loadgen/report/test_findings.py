@@ -512,6 +512,22 @@ def test_replicas_of_which_one_does_more_than_its_share() -> None:
     assert "output tokens of each of 3: http://0/metrics 100" in text.render(built)
 
 
+def test_a_replica_that_is_lost() -> None:
+    """It is told as that, and neither as an uneven split nor as gaps in what was sampled."""
+    left = [ReplicaStats(url=f"http://{n}/metrics", silent=0, generation_tokens=100) for n in range(2)]
+    lost = ReplicaStats(url="http://dead/metrics", silent=3, lost_s=1.25, generation_tokens=7)
+    view = own_view(replicas=[*left, lost], samples=5, failed=3, failure="replica 3: no connection")
+    assert severities(server=view) == {"REPLICA_LOST": "warning"}
+    built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=view))
+    assert "Of 3 replicas, http://dead/metrics answered last 1.25 s into the run: requests" in text.render(built)
+    never = ReplicaStats(url="http://dead/metrics", silent=5, lost_s=None)
+    view = own_view(replicas=[left[0], never], samples=5, failed=5, failure="replica 2: no connection")
+    built = build.build(manifest(), clean(), [facts()], seen=ServerView(server=view))
+    assert "Of 2 replicas, http://dead/metrics answered not once: requests" in text.render(built)
+    gaps = own_view(replicas=left, samples=5, failed=5, failure="GET /metrics answers 503")
+    assert severities(server=gaps) == {"SERVER_METRICS": "info"}
+
+
 def test_gpus_that_were_held_back_or_shared() -> None:
     """By NVML, and by NVIDIA's exporter; the run takes 40 s."""
 
