@@ -3,13 +3,14 @@
 https://platform.openai.com/docs/api-reference/completions and .../chat. One decoder reads both: a chunk says itself
 which it is. An event is not a token: servers merge tokens that wait for a slow reader, hold bytes back until a
 character is whole (an empty text, still a token), and open a chat with a role that carries nothing. How many tokens
-an event carried is known where it has `token_ids`, or where every event so far has had `usage`; else it counts as
-one. The total of the reply is the `usage` of its last event, which every request here asks for. Nothing after a finish
-reason is a token, whatever its choices look like.
+an event carried is known where it has `token_ids` (vLLM's /inference/v1/generate has nothing else), or where every
+event so far has had `usage`; else it counts as one. The total of the reply is the `usage` of its last event, which
+every request here asks for. Nothing after a finish reason is a token, whatever its choices look like.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from backends.protocol import (
     Prompt,
     ProtocolError,
     Sampling,
+    ServerRecord,
 )
 from backends.replies import (
     GIVEN_UP,
@@ -65,6 +67,38 @@ class _Usage(msgspec.Struct, gc=False):
     completion_tokens: Count | None = None
     prompt_tokens_details: _CachedTokens | None = None
     completion_tokens_details: _ReasoningTokens | None = None
+
+
+class _Speculation(msgspec.Struct, gc=False):
+    num_draft_tokens: Count | None = None
+    num_accepted_draft_tokens: Count | None = None
+
+
+class _Times(msgspec.Struct, gc=False):
+    """What vLLM says of a request beside its usage (--enable-per-request-metrics): waiting, then computing the prompt
+    and the first token, then the others."""
+
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    speculative_decoding: _Speculation | None = None
+
+    def record(self) -> ServerRecord:
+        queue, prefill, decode = (
+            None if ms is None or not 0 <= ms < 1e12 else round(1000 * ms)
+            for ms in (self.queue_time_ms, self.time_to_first_token_ms, self.generation_time_ms)
+        )
+        ttft = None if queue is None or prefill is None else queue + prefill
+        guesses = self.speculative_decoding or _Speculation()
+        return ServerRecord(
+            queue_us=queue,
+            prefill_us=prefill,
+            ttft_us=ttft,
+            decode_us=decode,
+            e2el_us=None if ttft is None or decode is None else ttft + decode,
+            drafted_tokens=guesses.num_draft_tokens,
+            accepted_tokens=guesses.num_accepted_draft_tokens,
+        )
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -131,6 +165,16 @@ class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
+    metrics: Any = None
+
+    def server(self) -> ServerRecord | None:
+        """What it says of the request's times; None where it does not, or says something else under that name."""
+        if self.metrics is None:
+            return None
+        with contextlib.suppress(msgspec.ValidationError):
+            record = msgspec.convert(self.metrics, _Times).record()
+            return None if record == ServerRecord() else record
+        return None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -216,7 +260,7 @@ class _Stream(EventReply):
             self.failed = True
             return (Delta(error=failure),)
         if not chunk.choices or self.complete:
-            return (self._total(chunk.usage),) if chunk.usage is not None else ()
+            return (self._total(chunk.usage, chunk.server()),) if chunk.usage is not None else ()
         choice = chunk.choices[0]
         n_tokens = self._count(choice, chunk.usage)
         if not choice.ends:
@@ -227,15 +271,15 @@ class _Stream(EventReply):
         self._plain.stop()
         self._silent_end = n_tokens == 0
         self.failed = self.failed or choice.finish_reason in GIVEN_UP
-        return (_last_delta(n_tokens, choice.finish_reason, chunk.usage),)
+        return (_last_delta(n_tokens, choice.finish_reason, chunk.usage, chunk.server()),)
 
-    def _total(self, usage: _Usage) -> Delta:
+    def _total(self, usage: _Usage, server: ServerRecord | None = None) -> Delta:
         """The event after the last choice. Where it counts one token more than were seen, the end without text was that
         token: vLLM ends so when the last bytes are no whole character, and sends both events at once."""
         missing = (usage.completion_tokens or 0) - self._seen
         late = self._silent_end and missing == 1
         self._silent_end, self._running = False, None
-        return _last_delta(1 if late else 0, None, usage)
+        return _last_delta(1 if late else 0, None, usage, server)
 
     def eof(self) -> Sequence[Delta]:
         deltas = super().eof()
@@ -301,7 +345,7 @@ def _failure(chunk: _Chunk, data: bytes) -> str | None:
     raise ProtocolError(f"neither choices nor usage nor an error: {error_text(data)}")
 
 
-def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delta:
+def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None, server: ServerRecord | None = None) -> Delta:
     details = usage.prompt_tokens_details if usage is not None else None
     output_details = usage.completion_tokens_details if usage is not None else None
     return Delta(
@@ -312,6 +356,7 @@ def _last_delta(n_tokens: int, finish: str | None, usage: _Usage | None) -> Delt
         cached_tokens=details.cached_tokens if details is not None else None,
         reasoning_tokens=output_details.reasoning_tokens if output_details is not None else None,
         error=given_up(finish) if finish in GIVEN_UP else None,
+        server=server,
     )
 
 
@@ -326,9 +371,10 @@ def _read_whole(kept: Kept | None, body: bytes) -> Delta:
         return Delta(error=failure)
     finish = reply.choices[0].finish_reason if reply.choices else None
     counted = reply.usage.completion_tokens if reply.usage is not None else None
-    if counted is None:
-        counted = 1 if reply.choices and _has_output(reply.choices[0]) else 0
-    return _last_delta(counted, finish, reply.usage)
+    if counted is None and reply.choices:
+        choice = reply.choices[0]
+        counted = len(choice.token_ids) if choice.token_ids is not None else _has_output(choice)
+    return _last_delta(counted or 0, finish, reply.usage, reply.server())
 
 
 def _has_output(choice: _Choice) -> bool:

@@ -181,6 +181,7 @@ class Backend:
     whatever server answers on its routes, also routers, which need not say what they are or list every name that they
     take. piece_tokens: a longer reply is generated in whole pieces of so many tokens, the last not cut, and ends before
     one that does not fit. requests_flag: how such a server is told to hold more requests at once.
+    may_lack_route: servers of this kind may not have the route of its requests, which a first one tells.
     """
 
     name: str
@@ -202,3 +203,4 @@ class Backend:
     seen: str = ""
     piece_tokens: int | None = None
     requests_flag: str = ""
+    may_lack_route: bool = False

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server (0.32): driven by token ids on /v1/completions, and started.
+"""vLLM's server (0.32): driven by token ids, on /v1/completions or on its own token-in token-out route, and started.
 
 Token ids reach the model as they are, so a prompt has exactly the length asked for. `ignore_eos` alone fixes the
 length of the output; `min_tokens` would add work to every step. vLLM shortens `max_tokens` without a word when prompt
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import msgspec
 
 from backends.identity import PATHS, read_as, settings_of
-from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Profiler, Settings
+from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Profiler, Settings
 from backends.openai import decoder, request
 from backends.protocol import Account, Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -26,6 +27,43 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
         return request("/v1/completions", model, sampling, prompt=prompt.text)
     more = {"return_token_ids": True} if sampling.returns_token_ids else {}
     return request("/v1/completions", model, sampling, prompt=prompt.token_ids, **more)
+
+
+def encode_tokens(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
+    """Token ids in and out, which nobody turns into text; a prompt of text goes to /v1/completions."""
+    if prompt.token_ids is None:
+        return encode(model, prompt, sampling)
+    parameters = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": False,
+    }
+    fields = {"model": model, "token_ids": prompt.token_ids, "sampling_params": parameters}
+    if sampling.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return HttpRequest("POST", TOKENS_ROUTE, _encode(fields))
+
+
+def tokens_error(status: int, body: bytes) -> str:
+    said = error_message(status, body)
+    if status != 404 or b"does not exist" in body:  # else it is the model's name
+        return said
+    return f"{said}: vLLM streams {TOKENS_ROUTE} from 0.20 on, and from 0.30 on only with --enable-scale-out"
+
+
+def invoke_tokens(settings: Settings) -> Invocation:
+    """Raises LaunchError."""
+    if settings.version is not None and settings.version < TOKENS_SINCE:
+        raise LaunchError(
+            f"vLLM streams {TOKENS_ROUTE} from 0.20 on, and this is {'.'.join(map(str, settings.version))}; take a "
+            "newer one, or --backend vllm."
+        )
+    invocation = invoke(settings)
+    if settings.version is not None and settings.version < TOKENS_ASKED_SINCE:
+        return invocation
+    return msgspec.structs.replace(invocation, arguments=("--enable-scale-out", *invocation.arguments))
 
 
 def invoke(settings: Settings) -> Invocation:
@@ -53,6 +91,8 @@ def invoke(settings: Settings) -> Invocation:
     ]  # fmt: skip
     if settings.version is not None and settings.version < (0, 12):
         arguments.append("--disable-log-requests")  # on by default then; later versions refuse the flag
+    elif settings.version is None or settings.version >= (0, 25):
+        arguments.append("--enable-per-request-metrics")
     if settings.dummy_weights:
         arguments += ["--load-format", "dummy"]
     if settings.quantization is not None:
@@ -105,6 +145,7 @@ class _Version(msgspec.Struct):
     version: str
 
 
+_encode = msgspec.json.Encoder().encode
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -167,6 +208,9 @@ ADAPTER = Adapter(
     ),
 )
 
+TOKENS_ROUTE = "/inference/v1/generate"
+TOKENS_SINCE, TOKENS_ASKED_SINCE = (0, 20), (0, 30)
+
 BACKEND = Backend(
     name="vllm",
     prompt_kind="token_ids",
@@ -197,4 +241,15 @@ BACKEND = Backend(
     adapter=ADAPTER,
     native=False,
     seen="0.25.1 on H200s and H100s, 2026-11-30; 0.32.0 on CPUs, in CI",
+)
+
+TOKENS = replace(
+    BACKEND,
+    name="vllm-generate",
+    encode=encode_tokens,
+    error_message=tokens_error,
+    adapter=replace(ADAPTER, invoke=invoke_tokens),
+    native=True,
+    may_lack_route=True,
+    seen="",
 )

@@ -141,7 +141,7 @@ async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
     find out. doubt: whether it is such a server at all. Raises TransportError, ServerError or WorkloadError."""
     backend = backends.get(plan.backend)
     fits = plan.prompts.dataset is None and backend.prompt_kind == "text"
-    if not (fits or doubt or backend.any_server):
+    if not (fits or doubt or backend.any_server or backend.may_lack_route):
         return plan, []
     first = _First(plan, backend)
     await first.transport.open(1)

@@ -78,6 +78,9 @@ class ServeOptions:
     max_model_len: Annotated[Whole, _wire("Most tokens that a prompt and its output may hold together.")] = 4096
     ttft_ms: Annotated[float, _times("Milliseconds from a request's last byte to its first token.")] = 200.0
     itl_ms: Annotated[float, _times("Milliseconds between one token and the next.")] = 40.0
+    per_request_metrics: Annotated[
+        bool, _times("Tell each request's times at its end, as vLLM does with --enable-per-request-metrics.")
+    ] = False
     jitter_ratio: Annotated[
         float, _times("Multiply each of these times by a factor drawn uniformly from 1 - J to 1 + J.")
     ] = 0.0
@@ -110,6 +113,8 @@ class ServeOptions:
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
                 raise ValueError(f"{name} {value:g} is out of range; it must be from 0 to 86400000 (a day).")
+        if self.per_request_metrics and self.dialect != "vllm":
+            raise ValueError("--per-request-metrics is vLLM's; take --dialect vllm, or leave it out.")
         between.read(self.wire)
         if not 0 <= self.jitter_ratio < 1:
             raise ValueError(
@@ -152,6 +157,7 @@ def serve(
             caching,
             UNREFUSED if hardware is None or hardware.gpu is None else hardware.max_requests,
             hardware is None or hardware.scheduler != "tgi@1",
+            options.per_request_metrics,
         )
     )
     try:
@@ -198,6 +204,8 @@ def check(flags: Sequence[str]) -> None:
 
 def _timing(options: ServeOptions, hardware: Hardware, struck: faults.Faults) -> Timing:
     """Raises ValueError, EmulationError or HardwareError."""
+    if hardware.gpu is not None and options.per_request_metrics:
+        raise ValueError("--per-request-metrics is for times that are fixed; leave it out with --gpu.")
     if hardware.gpu is not None:
         return _simulated(options, hardware, struck)
     if given := hardware.given():

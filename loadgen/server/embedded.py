@@ -25,13 +25,14 @@ from loadgen.terminal import say
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 DIALECTS = {
     "vllm": "vllm",
+    "vllm-generate": "vllm",
     "openai": "openai",
     "openai-chat": "openai",
     "lightllm": "lightllm",
     "tgi": "tgi",
     "sglang": "sglang",
 }
-MODELLED = ("vllm", "lightllm", "tgi", "sglang")  # of these, whose schedulers it has for modelled GPUs
+MODELLED = ("vllm", "vllm-generate", "lightllm", "tgi", "sglang")  # of these, whose schedulers it has for modelled GPUs
 MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 EMULATED_BODY = b"llm-dissect-emulated"  # in what the server says of itself, which a proxy passes on

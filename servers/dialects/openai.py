@@ -1,5 +1,5 @@
 """The wire of vLLM 0.32 and of OpenAI-compatible servers: `/v1/completions`, `/v1/chat/completions` and, in
-responses.py, `/v1/responses`; vLLM's `/tokenize`.
+responses.py, `/v1/responses`, in tokens.py vLLM's `/inference/v1/generate`; vLLM's `/tokenize`.
 
 Frames are `data: {...}` with compact JSON, ended by `data: [DONE]`. `max_tokens` is silently cut to what the context
 leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number. A list
@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
 from servers.dialects.responses import Message, ResponseWire, decode_response
+from servers.dialects.tokens import TokensWire, decode_tokens
 from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
 from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
@@ -120,6 +121,8 @@ class OpenAI:
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._response,
         }
+        if name == "vllm":
+            self.generations = {**self.generations, "/inference/v1/generate": self._tokens}
         self.answers: Mapping[str, Callable[[bytes], Page]] = {"/tokenize": self._tokenize} if name == "vllm" else {}
         self.series: Sequence[Series] = series(settings.max_model_len)
         self.labels = labels_of(model_name=settings.model, engine="0")
@@ -157,6 +160,7 @@ class OpenAI:
             n_output = self._admitted(body, n_prompt, max_tokens)
             reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
             reply.is_choice(index, shared, index % n_choices == 0)
+            reply.tells_times = self._settings.per_request_metrics
             reply.logprobs = self._n_logprobs(body.logprobs, "logprobs")
             if body.return_token_ids:
                 reply.prompt_ids = wire.prompt_ids(prompt)
@@ -189,6 +193,7 @@ class OpenAI:
         for index in range(n_choices):
             reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
             reply.is_choice(index, shared, index == 0)
+            reply.tells_times = self._settings.per_request_metrics
             if body.logprobs:
                 reply.logprobs = self._n_logprobs(body.top_logprobs or 0, "top_logprobs")
             if body.return_token_ids:
@@ -206,6 +211,16 @@ class OpenAI:
         n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
         reply = ResponseWire(body, n_prompt, n_output, self._settings.model, request_id)
         reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
+        return [reply]
+
+    def _tokens(self, raw: bytes, request_id: str) -> Sequence[Wire]:
+        body = self._decoded(raw, decode_tokens)
+        n_prompt, asked = len(body.token_ids), body.sampling_params.max_tokens
+        left = self._settings.max_model_len - n_prompt
+        n_output = self._admitted(Body(model=body.model), n_prompt, left if asked is None else asked)
+        failure = wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500]))
+        reply = TokensWire(body, n_output, self._settings.model, request_id, failure)
+        reply.segments = wire.segments(self._settings, body.token_ids, BLOCK_TOKENS)
         return [reply]
 
     def _tokenize(self, raw: bytes) -> Page:
@@ -322,6 +337,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class Times(msgspec.Struct, kw_only=True):
+    """What `--enable-per-request-metrics` tells of a request; milliseconds."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float = 0.0  # there is no queue here
+    mean_itl_ms: float | UnsetType = UNSET
+    tokens_per_second: float
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     total_tokens: int
@@ -341,6 +366,7 @@ class Chunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: UnsetType | Ids = UNSET  # these two in the first event of a chat
     prompt_text: UnsetType | None = UNSET
+    metrics: Times | UnsetType = UNSET  # in the last event of all
 
 
 class WholeReply(msgspec.Struct, kw_only=True):
@@ -355,6 +381,7 @@ class WholeReply(msgspec.Struct, kw_only=True):
     system_fingerprint: str = FINGERPRINT
     usage: Usage
     prompt_token_ids: UnsetType | Ids = UNSET  # of chat
+    metrics: Times | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -448,6 +475,7 @@ class OpenAIWire(Wire):
         self._model = model
         self.prompt_ids: Ids = None  # with them those of the output are sent too
         self.logprobs: int | None = None
+        self.tells_times = False
 
     def is_choice(self, index: int, shared: Shared, counts_prompt: bool) -> None:
         """counts_prompt: the choices of one prompt count it once."""
@@ -487,7 +515,9 @@ class OpenAIWire(Wire):
         shared.choices.append(choice)
 
     def tail(self, count: int, done: bool = True) -> bytes:
-        usage = self._chunk([], self._usage_of_all(), FINGERPRINT) if self._usage_last else b""
+        usage = b""
+        if self._usage_last:
+            usage = self._chunk([], self._usage_of_all(), FINGERPRINT, metrics=self._times(count))
         return usage + (self.done if done else b"")
 
     def failure(self) -> bytes:
@@ -503,7 +533,20 @@ class OpenAIWire(Wire):
         )  # fmt: skip
         if self._shape.opening_choice:
             reply.prompt_token_ids = self.prompt_ids
+        reply.metrics = self._times(count)
         return wire.json_page(200, reply)
+
+    def _times(self, count: int) -> Times | UnsetType:
+        """Of a request for one sequence, where the server is to tell them."""
+        if not self.tells_times or self._shared.output_tokens != count:
+            return UNSET
+        first_ms, rest_ms = (ns / 1e6 for ns in self.took_ns)
+        return Times(
+            time_to_first_token_ms=first_ms,
+            generation_time_ms=rest_ms,
+            mean_itl_ms=rest_ms / (count - 1) if count > 1 else UNSET,
+            tokens_per_second=1000 * count / max(first_ms + rest_ms, 1e-3),
+        )
 
     def _choice(self, text: str, finish: Finish | None = None, ids: Ids = None) -> CompletionChoice | ChatChoice:
         choice = self._shape.choice(text, finish, ids)
@@ -528,11 +571,12 @@ class OpenAIWire(Wire):
         usage: Usage | UnsetType = UNSET,
         fingerprint: str | UnsetType = UNSET,
         opens_chat: bool = False,
+        metrics: Times | UnsetType = UNSET,
     ) -> bytes:
         chunk = Chunk(
             id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,
             usage=usage, system_fingerprint=fingerprint, prompt_token_ids=self.prompt_ids if opens_chat else UNSET,
-            prompt_text=None if opens_chat else UNSET,
+            prompt_text=None if opens_chat else UNSET, metrics=metrics,
         )  # fmt: skip
         return b"data: " + wire.encode_json(chunk) + b"\n\n"
 

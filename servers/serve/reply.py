@@ -159,6 +159,7 @@ class Reply:
         self._server.ended(self, self._finish, "")
         connection, wire = self.connection, self._wire
         wire.ends(self.count, self._finish)
+        wire.took_ns = (self.first_ns - self.received_ns, self.last_ns - self.first_ns)
         if self.together:
             return
         if self._streaming:

@@ -59,13 +59,15 @@ class Refusal(Exception):
 class Settings:
     """What is served: the model's name and the most tokens that prompt and output may hold together. prefix_caching:
     whether prompts are compared, for a modelled prefix cache. max_requests: that it holds at once before it refuses
-    more. in_pieces: whether long replies come in whole pieces (TGI 3)."""
+    more. in_pieces: whether long replies come in whole pieces (TGI 3). per_request_metrics: whether replies tell their
+    times (vLLM)."""
 
     model: str
     max_model_len: int
     prefix_caching: bool = False
     max_requests: int = UNREFUSED
     in_pieces: bool = True
+    per_request_metrics: bool = False
 
 
 def nothing_compared(reply_tokens: int) -> Segments:
@@ -77,13 +79,15 @@ class Wire(ABC):
 
     `output_tokens` is what will be generated, limits applied; `prompt_tokens` and `cached_tokens` are what the reply
     reports. The three may be changed before the first call below. Tokens are counted from 1. `headers`: of a stream.
-    `segments`: what the prompt and a reply of so many tokens are made of, as of servers.schedulers.Sequence.
+    `segments`: what the prompt and a reply of so many tokens are made of, as of servers.schedulers.Sequence. `took_ns`:
+    to the first token, and from there to the last, for `tail` and `whole`.
     """
 
     content_type = "text/event-stream; charset=utf-8"
     failure_before_output = False  # an error inside the stream comes instead of output, not midway
     done = b""  # the event that ends a stream and carries nothing
     headers: Headers = ()
+    took_ns = (0, 0)
 
     def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming
