@@ -53,7 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     how many must be accepted at once, running or waiting. memory_ratio: part of a GPU's memory that it may use, 0..1.
     p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation. version: the
     server's, as far as it is known; None stands for the newest that the adapter knows. trace_dir: where its profiler is
-    to leave traces, as the server sees it; None: it runs without its profiler.
+    to leave traces, as the server sees it; None: it runs without its profiler. dp: replicas of the model in it, of
+    `tp` GPUs and such a batch each. api_servers: processes of its HTTP front end; None: its own choice.
     """
 
     model: str
@@ -77,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     extra: tuple[str, ...] = ()
     version: tuple[int, ...] | None = None
     trace_dir: str | None = None
+    dp: int = 1
+    api_servers: int | None = None
 
 
 def check_memory_ratio(name: str, settings: Settings, instead: float) -> None:
@@ -86,9 +89,11 @@ def check_memory_ratio(name: str, settings: Settings, instead: float) -> None:
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter makes of Settings: arguments and environment of its server, and files to be in `config_dir`."""
+    """What an adapter makes of Settings: arguments and environment of its server, and files to be in `config_dir`.
+    module: of an installed server, what its interpreter is given in place of the rest of `process_command`."""
 
     arguments: tuple[str, ...]
+    module: tuple[str, ...] = ()
     env: Mapping[str, str] = {}
     files: Mapping[str, str] = {}
 
@@ -185,7 +190,8 @@ class Adapter:
     serves it with the same arguments: run where `process_command` is not on the PATH, or an interpreter is named.
     needs_gpu: it does not run on a CPU. model_file: a model is one file whose name ends so. random_weights: writes such
     a file for --dummy-weights. ready_paths: the first of them that the server knows answers 200 when it can serve.
-    usual_running: its own --max-running, where the option's default does not suit it.
+    usual_running: its own --max-running, where the option's default does not suit it. takes: those of Settings' dp and
+    api_servers that it can be told.
     """
 
     image: str
@@ -210,6 +216,7 @@ class Adapter:
     model_file: str = ""
     random_weights: Callable[[ModelSpec, str, Path], None] | None = None
     usual_running: int | None = None
+    takes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,8 @@ def invoke(settings: Settings) -> Invocation:
         "--host", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
+    if settings.dp > 1:
+        arguments += ["--dp-size", str(settings.dp)]
     if not settings.prefix_caching:
         arguments.append("--disable-radix-cache")
     if settings.dummy_weights:
@@ -283,6 +285,7 @@ ADAPTER = Adapter(
     dummy_weights=True,
     quantizations={"fp8": "fp8"},
     kv_cache_dtypes={"fp8": "fp8_e4m3"},
+    takes=("dp",),
     invoke=invoke,
     capacity=r"max_total_num_tokens=(\d+)",
     failures=(

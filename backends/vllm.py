@@ -72,7 +72,7 @@ def invoke(settings: Settings) -> Invocation:
     Sampling defaults from the model's directory are off: they would change the work between runs. `--model` rather than
     the positional, because images before 0.9 know nothing else. CUDA graphs are its own choice, up to a batch of 512
     (1024 on a data centre's Blackwell): ending them earlier would make it slower, and only where it chooses does it add
-    the largest batch to the sizes.
+    the largest batch to the sizes. Raises LaunchError.
     """
     arguments = [
         "--model", settings.model,
@@ -89,6 +89,8 @@ def invoke(settings: Settings) -> Invocation:
         "--host", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
+    several = _several(settings)
+    arguments += several
     if settings.version is not None and settings.version < (0, 12):
         arguments.append("--disable-log-requests")  # on by default then; later versions refuse the flag
     elif settings.version is None or settings.version >= (0, 25):
@@ -120,7 +122,19 @@ def invoke(settings: Settings) -> Invocation:
             "ignore_frontend": True,
         }
         arguments += ["--profiler-config", json.dumps(profiler)]
-    return Invocation(arguments=(*arguments, *settings.extra), env=env)
+    return Invocation(arguments=(*arguments, *settings.extra), module=SERVE if several else (), env=env)
+
+
+def _several(settings: Settings) -> list[str]:
+    """Its flags for replicas of the model and for several API servers. Raises LaunchError."""
+    if settings.dp == 1 and settings.api_servers is None:
+        return []
+    if settings.version is not None and settings.version < SERVE_SINCE:
+        raise LaunchError(
+            f"vLLM {'.'.join(map(str, settings.version))} is too old for --dp and --api-servers; take 0.20 or newer."
+        )
+    servers = [] if settings.api_servers is None else ["--api-server-count", str(settings.api_servers)]
+    return ["--data-parallel-size", str(settings.dp), *servers]
 
 
 def read_account(path: str, body: bytes) -> Account:
@@ -158,6 +172,7 @@ ADAPTER = Adapter(
     dummy_weights=True,
     quantizations={"fp8": "fp8"},
     kv_cache_dtypes={"fp8": "fp8"},
+    takes=("dp", "api_servers"),
     invoke=invoke,
     capacity=r"[CG]PU KV cache size: ([\d,]+) tokens",
     profiler=Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile")),
@@ -210,6 +225,8 @@ ADAPTER = Adapter(
 
 TOKENS_ROUTE = "/inference/v1/generate"
 TOKENS_SINCE, TOKENS_ASKED_SINCE = (0, 20), (0, 30)
+SERVE_SINCE = (0, 20)  # the oldest of which it is known that its image runs `vllm serve`
+SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")  # the module of `process_command` has one API server
 
 BACKEND = Backend(
     name="vllm",

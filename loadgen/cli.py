@@ -501,7 +501,7 @@ def completion(
 
 @offers(
     *names(ServerOptions), "requests", "input_tokens", "output_tokens", "concurrency", "sessions", "trace", "dataset",
-    "repeat_dataset", *names(PlacementOptions), "dummy_weights", "image", "server_python",
+    "repeat_dataset", *names(PlacementOptions), "dp", "dummy_weights", "image", "server_python",
 )  # fmt: skip
 class DoctorOptions(Config):
     """Of `run`, what decides on what the run needs of this machine."""
@@ -509,7 +509,8 @@ class DoctorOptions(Config):
 
 @offers(
     "backend", "model", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "warmup",
-    "dataset", "repeat_dataset", "seed", *names(PlacementOptions), "dummy_weights", "image", "server_arg", "port",
+    "dataset", "repeat_dataset", "seed", *names(PlacementOptions), "dp", "api_servers", "dummy_weights", "image",
+    "server_arg", "port",
 )  # fmt: skip
 class ComposeOptions(Config):
     """Of `run`, what goes into the command of a server in Docker."""

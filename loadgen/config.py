@@ -39,8 +39,8 @@ MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 LEAST = {
     0: "warmup seed retries",
-    1: "requests input_tokens output_tokens concurrency max_running max_batched_tokens port metrics_port trace_limit "
-    "sessions repeat nodes",
+    1: "requests input_tokens output_tokens concurrency dp api_servers max_running max_batched_tokens port "
+    "metrics_port trace_limit sessions repeat nodes",
     2: "vocab_size max_model_len",
     LEAST_KV_TOKENS: "kv_tokens",
 }  # what a whole number of an option is at least
@@ -381,6 +381,12 @@ class PlacementOptions:
 class LaunchOptions:
     """A server that loadgen starts with --launch docker or process."""
 
+    dp: Annotated[
+        Whole, _launch("Data parallel: so many replicas of the model, each on --tp GPUs of its own (vllm, sglang).")
+    ] = 1
+    api_servers: Annotated[
+        Whole | None, _launch("Processes of its HTTP front end (vllm; default: its own choice, one a replica).")
+    ] = None
     dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vllm, sglang, llamacpp).")] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
     server_python: Annotated[

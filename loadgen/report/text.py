@@ -329,7 +329,8 @@ def launch_line(launch: LaunchFacts) -> str:
     where = f"Docker image {image}" if image else f"a process{f' (version {launch.version})' if launch.version else ''}"
     cards, p2p = launch.gpus, launch.p2p
     on = f" on {len(cards)} x {cards[0].name} (driver {launch.driver})" if cards else " without a GPU"
-    parts = [f"{where}, tensor parallel {launch.tensor_parallel}{on}, {launch.dtype}"]
+    replicas = f", {launch.data_parallel} replicas" if launch.data_parallel else ""
+    parts = [f"{where}, tensor parallel {launch.tensor_parallel}{replicas}{on}, {launch.dtype}"]
     if len(cards) > 1:
         parts.append(f"P2P {'on' if p2p.enabled else 'off'}: {p2p.reason}")
     if (kv_cache_tokens := known(launch.kv_cache_tokens)) is not None:

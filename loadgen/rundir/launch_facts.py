@@ -30,6 +30,7 @@ class LaunchFacts(msgspec.Struct, frozen=True, kw_only=True):
     image: str | None
     model: str
     tensor_parallel: int
+    data_parallel: int | UnsetType = UNSET  # replicas in one server
     dtype: str
     max_model_len: int
     max_running: int

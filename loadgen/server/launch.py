@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec import UNSET
+
 import backends
 from backends import docker, gpus, process
 from backends.launch import WITHOUT_P2P, Adapter, Invocation, Launcher, LaunchError, Mount, Settings, Start, version_in
 from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
-from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError
+from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError, flag
 from loadgen.models import Model
 from loadgen.plan import Plan, plan_run, read_dataset
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
@@ -64,7 +66,9 @@ class Launch:
         place = self.launcher.place(self.start)
         cards = f", GPUs {', '.join(map(str, self.gpu_indices))}" if self.gpu_indices else ""
         p2p = f", P2P {'on' if self.p2p.enabled else 'off'} ({self.p2p.reason})" if len(self.gpu_indices) > 1 else ""
-        return f"{self.backend.name} with {self.model.name} in {place}, tensor parallel {self.settings.tp}{cards}{p2p}"
+        dp = f", {self.settings.dp} replicas" if self.settings.dp > 1 else ""
+        parallel = f"tensor parallel {self.settings.tp}{dp}"
+        return f"{self.backend.name} with {self.model.name} in {place}, {parallel}{cards}{p2p}"
 
     def command_line(self) -> str:
         """The equivalent command for a shell; secrets appear by name only."""
@@ -84,6 +88,7 @@ class Launch:
             image=self.start.image,
             model=self.settings.model,
             tensor_parallel=self.settings.tp,
+            data_parallel=self.settings.dp if self.settings.dp > 1 else UNSET,
             dtype=self.settings.dtype,
             max_model_len=self.settings.max_model_len,
             max_running=self.settings.max_running,
@@ -116,14 +121,12 @@ def plan_launch(
     model = models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
-    if config.dummy_weights and config.dtype == "float16" and adapter.random_weights is None:
-        notes.append(UNDERFLOW)
+    notes += [UNDERFLOW] if config.dummy_weights and config.dtype == "float16" and not adapter.random_weights else []
     length = model_length(config, model, _longest(config, backend, model), notes)
-    if inventory is None:
-        inventory = gpus.read()
+    inventory = inventory or gpus.read()
     pool = gpu_pool(config, inventory, notes, needed=adapter.needs_gpu)
     tp = tensor_parallel(config, model, length, pool, notes)
-    chosen = tuple(gpu.index for gpu in pool[:tp])
+    chosen = tuple(gpu.index for gpu in pool[: tp * config.dp])
     p2p = gpus.decide_p2p(config.p2p, inventory, chosen if inventory.gpus else ())  # assumed cards have no driver
     if config.where == "process" and p2p.enabled and tp > 1:
         notes += _inherited_notes()
@@ -132,6 +135,8 @@ def plan_launch(
         Settings,
         served_name=model.name,
         tp=tp,
+        dp=config.dp,
+        api_servers=config.api_servers,
         dtype=config.dtype,
         quantization=_quantization(config, adapter, model),
         kv_cache_dtype=_kv_cache_dtype(config, adapter),
@@ -174,6 +179,9 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
         raise ConfigError(f"{backend.name} has no --dtype {config.dtype}; it has {', '.join(adapter.dtypes)}.")
     if config.dummy_weights and not adapter.dummy_weights:
         raise ConfigError(f"{backend.name} cannot make --dummy-weights; vllm, sglang and llamacpp can.")
+    for name in config.given(("dp", "api_servers")):
+        if name not in adapter.takes:
+            raise ConfigError(f"{backend.name} takes no {flag(name)}; leave it out.")
     if profiled and adapter.profiler is None:
         raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm and lightllm have one.")
     return adapter
@@ -302,7 +310,8 @@ class _Draft:
             seen, "127.0.0.1", self.config.port or process.free_port(), str(self.directory), installation.version
         )
         invocation = self.adapter.invoke(settings)
-        start = self._start((*installation.command, *invocation.arguments), invocation, settings.port)
+        command = (installation.command[0], *invocation.module) if invocation.module else installation.command
+        start = self._start((*command, *invocation.arguments), invocation, settings.port)
         # the server inherits them, and may print them
         start = dataclasses.replace(start, secrets=(*start.secrets, *self.config.secret_variables))
         return settings, start, files | self._config_files(invocation)

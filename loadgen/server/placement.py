@@ -72,9 +72,15 @@ def gpu_pool(
 
 def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]) -> int:
     """How many GPUs share the model. Raises ConfigError when they are too few or cannot hold it."""
-    tp_named = None if config.tp is None else len(pool) if config.tp == "all" else int(config.tp)
+    each = len(pool) // config.dp  # GPUs that a replica may have
+    tp_named = None if config.tp is None else each if config.tp == "all" else int(config.tp)
     if not pool:
         return tp_named or 1
+    if config.dp > 1 and each < (tp_named or 1):
+        raise ConfigError(
+            f"--dp {config.dp} needs {config.dp * (tp_named or 1)} GPUs, {tp_named or 1} for each replica, and there "
+            f"are {len(pool)} to use; lower it."
+        )
     if tp_named is not None and tp_named > len(pool):
         are = "is 1" if len(pool) == 1 else f"are {len(pool)}"
         raise ConfigError(f"--tp {tp_named} needs {tp_named} GPUs and there {are} to use; lower it.")
@@ -87,13 +93,13 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
         return tp_named or 1
     usable = min(memories) * config.memory_ratio
     precision = _precision(config, spec)
-    fits = spec.smallest_tp(precision, length, usable, at_most=len(pool))
+    fits = spec.smallest_tp(precision, length, usable, at_most=each)
     tp = tp_named or fits
     if tp is not None and (undivided := spec.undivided(tp)) is not None:
         raise ConfigError(f"{model.name} {undivided}.")
     if tp is not None and spec.serving_bytes(precision, tp, length) <= usable:
         return tp
-    tp = tp or max(size for power in range(7) if (size := 2**power) <= len(pool) and spec.tensor_parallel(size))
+    tp = tp or max(size for power in range(7) if (size := 2**power) <= each and spec.tensor_parallel(size))
     missing = tp * (spec.serving_bytes(precision, tp, length) - usable)
     raise LaunchError(
         f"{model.name} in {precision} does not fit: {missing / 1e9:.1f} GB are missing on {tp} x "

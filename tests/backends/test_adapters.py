@@ -62,6 +62,39 @@ def test_the_same_settings_for_all(setting: str, column: int) -> None:
     assert words(name)[SAME[setting][column]] == str(getattr(settings(), setting))
 
 
+def test_replicas_and_api_servers_within_one_server() -> None:
+    """The module that starts one API server gives way to `vllm serve`, and images run that."""
+    plain, several = (adapter("vllm").invoke(settings(**more)) for more in ({}, {"dp": 2, "api_servers": 3}))
+    assert plain.module == () and "--data-parallel-size" not in plain.arguments
+    assert several.module == ("-m", "vllm.entrypoints.cli.main", "serve")
+    asked = words("vllm", dp=2, api_servers=3)
+    assert (asked["--data-parallel-size"], asked["--api-server-count"]) == ("2", "3")
+    assert "--api-server-count" not in words("vllm", dp=2) and words("vllm", api_servers=4)["--api-server-count"] == "4"
+    assert words("sglang", dp=2)["--dp-size"] == "2" and "--dp-size" not in words("sglang")
+    with pytest.raises(LaunchError, match=r"vLLM 0\.11\.0 is too old for --dp and --api-servers; take 0\.20 or newer"):
+        adapter("vllm").invoke(settings(dp=2, version=(0, 11, 0)))
+
+
+def test_token_ids_on_both_sides_by_version() -> None:
+    """vLLM streams them from 0.20 on, and from 0.30 on has to be asked."""
+    invoke = adapter("vllm-generate").invoke
+    assert "--enable-scale-out" in invoke(settings(version=(0, 30, 0))).arguments
+    assert "--enable-scale-out" in invoke(settings()).arguments
+    assert "--enable-scale-out" not in invoke(settings(version=(0, 29, 0))).arguments
+    assert "--enable-scale-out" not in words("vllm")
+    with pytest.raises(
+        LaunchError, match=r"from 0\.20 on, and this is 0\.19\.1; take a newer one, or --backend vllm\."
+    ):
+        invoke(settings(version=(0, 19, 1)))
+
+
+def test_times_of_each_request_where_vllm_can_tell_them() -> None:
+    assert "--enable-per-request-metrics" in words("vllm") and "--enable-per-request-metrics" in words(
+        "vllm", version=(0, 25, 0)
+    )
+    assert "--enable-per-request-metrics" not in words("vllm", version=(0, 24, 0))
+
+
 def test_the_same_memory_for_all() -> None:
     """TGI's KV cache gets the product of two numbers, of which one has a default of 0.9."""
     assert words("vllm")["--gpu-memory-utilization"] == words("lightllm")["--mem_fraction"] == "0.9"
@@ -206,7 +239,7 @@ def test_llamacpp_reads_peers_only_where_it_is_told_to() -> None:
     assert invoke(settings(max_running=4, p2p=False)).env == invoke(settings(max_running=4, tp=1)).env == {}
 
 
-@pytest.mark.parametrize("name", [name for name in STARTED if name != "llamacpp"])
+@pytest.mark.parametrize("name", [name for name in STARTED if name not in ("llamacpp", "vllm-generate")])
 def test_p2p_off(name: str) -> None:
     on, off = adapter(name).invoke(settings()), adapter(name).invoke(settings(p2p=False))
     assert "NCCL_P2P_DISABLE" not in on.env
@@ -265,7 +298,13 @@ def test_version_in(text: str, version: tuple[int, ...] | None) -> None:
 
 def test_dummy_weights() -> None:
     assert words("vllm", dummy_weights=True)["--load-format"] == "dummy"
-    assert [name for name in STARTED if adapter(name).dummy_weights] == ["llamacpp", "sglang", "trtllm", "vllm"]
+    assert [name for name in STARTED if adapter(name).dummy_weights] == [
+        "llamacpp",
+        "sglang",
+        "trtllm",
+        "vllm",
+        "vllm-generate",
+    ]
 
 
 @pytest.mark.parametrize("before", [None, b"{}", b'{"eos_token_id": 2, "top_p": 0.9}', b'{"eos_token_id": [2, 3]}'])
@@ -507,7 +546,9 @@ def test_a_person_sees_the_schedulers_own_traceback() -> None:
     assert shown[5] == "..." and shown[-1].startswith("RuntimeError: Rank 0")
 
 
-@pytest.mark.parametrize("name", [name for name in STARTED if adapter(name).capacity is not None])
+@pytest.mark.parametrize(
+    "name", [name for name in STARTED if adapter(name).capacity is not None and name != "vllm-generate"]
+)
 def test_capacity_lines(name: str) -> None:
     import re
 

@@ -97,6 +97,8 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "out": (["dir"], Path("dir")),
     "repeat": (["5"], 5),
     "tp": (["all"], "all"),
+    "dp": (["2"], 2),
+    "api_servers": (["4"], 4),
     "gpus": (["0,1"], "0,1"),
     "dtype": (["bfloat16"], "bfloat16"),
     "quantization": (["fp8"], "fp8"),
