@@ -40,7 +40,7 @@ def encode_tokens(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest
         "ignore_eos": sampling.ignore_eos,
         "detokenize": False,
     }
-    fields = {"model": model, "token_ids": prompt.token_ids, "sampling_params": parameters}
+    fields: dict[str, object] = {"model": model, "token_ids": prompt.token_ids, "sampling_params": parameters}
     if sampling.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     return HttpRequest("POST", TOKENS_ROUTE, _encode(fields))

@@ -249,7 +249,7 @@ def _replica(url: str, place: int, window: Sequence[ServerSample], t0_ns: int) -
     shown = [metrics for _, metrics in answers if metrics]
     lost_s: float | UnsetType | None = UNSET
     if answers and not answers[-1][1]:
-        lost_s = next((max(0.0, (at_ns - t0_ns) / 1e9) for at_ns, metrics in reversed(answers) if metrics), None)
+        lost_s = next((max(1e-3, (at_ns - t0_ns) / 1e9) for at_ns, metrics in reversed(answers) if metrics), None)
     counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
     return ReplicaStats(
         url=url,

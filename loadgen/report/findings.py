@@ -943,7 +943,7 @@ def _lost(server: ServerStats) -> Iterator[Finding]:
     replicas = server.replicas or []
     lost = [each for each in replicas if each.lost_s is not UNSET]
     if lost and len(replicas) > 1:
-        seen = (("not once" if each.lost_s is None else f"last {number(each.lost_s)} s into the run") for each in lost)
+        seen = (f"last {number(each.lost_s)} s into the run" if each.lost_s else "not once" for each in lost)
         told = [f"{each.url} answered {when}" for each, when in zip(lost, seen, strict=True)]
         yield Finding(
             code="REPLICA_LOST",
