@@ -214,7 +214,10 @@ class LoadOptions:
 class ClientOptions:
     """How the client sends and waits. Units: seconds."""
 
-    workers: Annotated[str, _client("Client processes: a number, or auto; with --on, of each machine.")] = "1"
+    workers: Annotated[
+        str,
+        _client("Client processes: a number, or auto: by the load, the client's ceiling and the cores that are free."),
+    ] = "auto"
     on: Annotated[
         str | None,
         _client("Send from the machines of a Ray cluster: ray (this machine is part of it), or ray:HOST:PORT."),

@@ -26,7 +26,6 @@ from loadgen.load.request_body import BodyEdits
 from loadgen.models import Model
 from loadgen.target import Target
 
-STREAMS_PER_WORKER = 2000  # --workers auto
 LEAST_A_SLOT = 2  # measured requests, for a warm-up to hand its slots over
 MOST_NAMES = 8  # of a server's models, in a message: routers have hundreds
 
@@ -380,11 +379,3 @@ def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
     if directory is None or not (directory / "tokenizer.json").is_file() or lacking("tokenizers"):
         return None
     return str(directory)
-
-
-def worker_count(config: Config, plan: Plan) -> int:
-    """How many client processes share the load."""
-    load = plan.job.load
-    if config.workers != "auto":
-        return min(int(config.workers), int(config.workers) if load.streams is None else load.streams.most)
-    return max(1, min(len(rundir.usable_cpus()), -(-load.at_once // STREAMS_PER_WORKER)))

@@ -29,7 +29,7 @@ from backends.untrusted import masked
 from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
 from loadgen.client.engine import Progress, Send, Snapshot
-from loadgen.client.limits import check_workers, make_room
+from loadgen.client.limits import check_workers, make_room, named_workers, sized
 from loadgen.client.workers import sender
 from loadgen.config import Config, ConfigError, from_environment, keys_of_url
 from loadgen.event_loop import Stop
@@ -37,7 +37,7 @@ from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted, worker_count
+from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted
 from loadgen.probe import ServerError, account, check_replicas, first_request, identify, timetable
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
@@ -48,7 +48,7 @@ from loadgen.server.placement import chosen
 from loadgen.steady.live import Falling, words
 from loadgen.target import Target, TransportError
 from loadgen.terminal import say, say_error
-from loadgen.wire import measure
+from loadgen.wire import Wire, measure
 
 if TYPE_CHECKING:  # most runs start no server and use no cluster: what these stand on is imported where it is used
     from loadgen.cluster.fleet import Fleet
@@ -103,6 +103,7 @@ class Run:
         self.account = Account()
         self.emulated = False
         self._launch: Launch | None = None
+        self._processes = 1  # that send
         self._stopped_overloaded = False
 
     def check(self) -> None:
@@ -133,9 +134,9 @@ class Run:
 
             check_installed()
             return  # what the machines can hold, they say themselves
-        workers = worker_count(config, plan)
-        check_workers(workers)
-        make_room(plan, workers)
+        if (named := named_workers(config, plan)) is not None:
+            check_workers(named)
+        make_room(plan, named)
 
     async def measure(self) -> None:
         """All of it: starts the server where there is none, sends the load, and leaves the records."""
@@ -156,12 +157,13 @@ class Run:
             served.fleet.processes(self.config, plan)
             await served.fleet.agree(plan)
         ceiling = await self.ceiling(plan, served.fleet)
-        if self.config.warmup_load:
-            await warmup.play(plan, self._sender(plan, served), self.say)
-        wire = None
+        wire = Wire()
         if self.config.warmup and self.measures_wire and served.fleet is None:
             wire = await measure(plan, self.say)
-        self.write_manifest(plan, served, ceiling, wire)
+        self._decide_processes(plan, served, ceiling, wire.pace_ms)
+        if self.config.warmup_load:
+            await warmup.play(plan, self._sender(served), self.say)
+        self.write_manifest(plan, served, ceiling, wire.facts)
         if self.emulated:
             await asyncio.to_thread(timetable, served.target)  # its counts begin here
         await self._send(plan, served, monitor, watch)
@@ -255,7 +257,7 @@ class Run:
                 info = msgspec.structs.replace(info, max_total_tokens=launch.settings.max_model_len)
         plan = plan_run(self.config, self.backend, served.target, info, self.run_id, model)
         if served.fleet is None:
-            make_room(plan, worker_count(self.config, plan))
+            make_room(plan, named_workers(self.config, plan))
         if plan.job.load.left_out:
             source = "dataset" if plan.job.load.trace is None else "trace"
             self.say(f"note: of the {source} these are not sent: {plan.job.load.left_out}.")
@@ -272,7 +274,7 @@ class Run:
 
     async def wire(self) -> WireFacts | None:
         """What the wire to the server that --url names adds, without a load. Raises the errors of `plan`."""
-        return await measure(await self.plan(Served(self.target)), self.say)
+        return (await measure(await self.plan(Served(self.target)), self.say)).facts
 
     async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:
         """The client's own ceiling for this load, unless --no-calibrate; of several machines the slowest's."""
@@ -307,7 +309,7 @@ class Run:
             kv_cache_tokens=self.account.kv_cache_tokens,
             server_settings=dict(self.account.settings),
             requests_planned=plan.job.load.planned,
-            client_processes=self._processes(plan, served),
+            client_processes=self._processes,
             arrival=plan.job.load.when,
             left_out=plan.job.load.left_out,
             phases=tuple(plan.job.load.phases()),
@@ -323,14 +325,21 @@ class Run:
         )
         rundir.write_manifest(self.directory, manifest)
 
-    def _processes(self, plan: Plan, served: Served) -> int:
-        """Client processes, of all machines together."""
+    def _decide_processes(self, plan: Plan, served: Served, ceiling: Ceiling | None, pace_ms: float | None) -> None:
+        """How many client processes send, of all machines together."""
+        named = named_workers(self.config, plan)
         if served.fleet is not None:
-            return served.fleet.processes(self.config, plan)
-        return worker_count(self.config, plan)
+            self._processes = served.fleet.processes(self.config, plan)
+        elif named is not None:
+            self._processes = named
+        else:
+            here = served.managed is not None or self.config.where == "embedded" or self.config.url_is_local
+            self._processes, note = sized(plan, ceiling, pace_ms, server_is_here=here)
+            if note:
+                self.say(note)
 
-    def _sender(self, plan: Plan, served: Served) -> Send:
-        return sender(worker_count(self.config, plan)) if served.fleet is None else served.fleet.play
+    def _sender(self, served: Served) -> Send:
+        return sender(self._processes) if served.fleet is None else served.fleet.play
 
     async def _send(self, plan: Plan, served: Served, monitor: Monitor, watch: Progress | None) -> None:
         """Sends the load and leaves the records, watched from beside."""
@@ -340,10 +349,10 @@ class Run:
             monitor.begin(self.directory, self.run_id, source, gpu_indices, expected(plan.job.load))
         else:
             monitor.begin(self.directory, self.run_id, expected=expected(plan.job.load))
-        send, watched = self._sender(plan, served), self._watched(monitor, served, plan.job.load, watch)
+        send, watched = self._sender(served), self._watched(monitor, served, plan.job.load, watch)
         try:
             await send(plan, self.directory, watched, monitor.sample, self.stop)
-            if served.fleet is not None or worker_count(self.config, plan) > 1:
+            if self._processes > 1 or served.fleet is not None:
                 self._join()
         except rundir.WriteError as error:
             raise rundir.RunError(_not_kept(self.directory, error)) from None

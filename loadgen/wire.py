@@ -12,6 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,10 +38,18 @@ BUDGET_S = 2.0
 DELAYED_MS, LEAST_MS = 38.0, 5.0
 
 
-async def measure(plan: Plan, say: Callable[[str], None]) -> WireFacts | None:
-    """None where it cannot be told, or would take too long. Never raises: a run needs none of it."""
+class Wire(NamedTuple):
+    """What single requests showed. facts: None where that cannot be told, or would take too long. pace_ms: between two
+    events of a reply that the server sends alone, the shortest time that they will have."""
+
+    facts: WireFacts | None = None
+    pace_ms: float | None = None
+
+
+async def measure(plan: Plan, say: Callable[[str], None]) -> Wire:
+    """Never raises: a run needs none of it."""
     if sys.platform != "linux" or plan.transport != "fast" or plan.fresh or not plan.job.sampling.stream:
-        return None
+        return Wire()
     backend = backends.get(plan.backend)
     kinds = [
         build_transport(msgspec.structs.replace(plan, quick_acks=quick, kernel_timestamps=False), backend)
@@ -50,15 +59,13 @@ async def measure(plan: Plan, say: Callable[[str], None]) -> WireFacts | None:
         async with asyncio.timeout(2 * BUDGET_S):
             return await _measure(plan, backend, kinds, say)
     except (TransportError, TimeoutError):
-        return None
+        return Wire()
     finally:
         for transport in kinds:
             await transport.close()
 
 
-async def _measure(
-    plan: Plan, backend: Backend, kinds: list[Transport], say: Callable[[str], None]
-) -> WireFacts | None:
+async def _measure(plan: Plan, backend: Backend, kinds: list[Transport], say: Callable[[str], None]) -> Wire:
     number = 0
 
     async def ask(transport: Transport) -> Exchange | None:
@@ -70,12 +77,12 @@ async def _measure(
         await transport.open(1)
     first = await ask(kinds[0])  # a new connection has quick ACKs of its own
     if first is None:
-        return None
+        return Wire()
     reply_s = (first.done_ns - first.sent_ns) / 1e9
     pairs = min(MOST_PAIRS, int((BUDGET_S - 2 * reply_s) / max(REQUESTS * reply_s, 1e-3)))
     if pairs < LEAST_PAIRS:
         say(f"note: what the wire adds was not measured: a reply of {TOKENS} tokens takes {reply_s:.1f} s.")
-        return None
+        return Wire(None, _pace_ms([first]))
     seen: tuple[list[Exchange], list[Exchange]] = ([], [])
     await ask(kinds[1])
     for _ in range(pairs):
@@ -83,9 +90,9 @@ async def _measure(
         for transport, exchanges in zip(kinds, seen, strict=True):
             exchange = await ask(transport)
             if exchange is None:
-                return None
+                return Wire()
             exchanges.append(exchange)
-    return _facts(*seen)
+    return Wire(_facts(*seen), _pace_ms(seen[1]))
 
 
 async def _ask(plan: Plan, backend: Backend, transport: Transport, number: int) -> Exchange | None:
@@ -111,6 +118,12 @@ def _prompt(plan: Plan, backend: Backend, number: int) -> Prompt:
 
 def _after_headers_ms(exchange: Exchange) -> float:
     return (exchange.times[0] - exchange.headers_ns) / 1e6
+
+
+def _pace_ms(exchanges: list[Exchange]) -> float | None:
+    """None where whole replies came in one read."""
+    gaps_ms = [(each.times[-1] - each.times[0]) / 1e6 / max(1, len(each.times) - 1) for each in exchanges]
+    return median(gaps_ms) or None
 
 
 def _facts(plain: list[Exchange], quick: list[Exchange]) -> WireFacts:

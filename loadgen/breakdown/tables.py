@@ -128,7 +128,7 @@ def batch_of(config: Config) -> int:
     batch = DEFAULT_BATCH if config.load.streams is None else config.load.streams.most
     if batch > config.max_running:
         raise ConfigError(f"--concurrency {batch} is more than --max-running {config.max_running}; raise that.")
-    if config.workers != "1":
+    if config.workers not in ("auto", "1"):
         raise ConfigError("a breakdown is driven by one client process; leave --workers out.")
     if config.metrics_port is not None:
         raise ConfigError("a breakdown has no metrics of a run; leave --metrics-port out.")

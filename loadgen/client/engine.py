@@ -18,9 +18,9 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -609,7 +609,7 @@ class Health:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._busiest_ratio = 0.0
         self._began = self._second = (now_ns(), time.process_time_ns())
-        self._stolen = _stolen_ticks()
+        self._ticks = _CpuTicks.now()
         self._looked = (*self._began, 0)
         self._due_ns = now_ns() + TICK_NS
         self.alarm = Alarm(loop, self.tick)
@@ -663,19 +663,37 @@ class Health:
             receive_lag_p99_ms=float(np.percentile(receive, 99)) if has_receive else None,
             receive_lag_max_ms=float(receive.max()) if has_receive else None,
             stalls=tuple(((begin - t0_ns) / 1e9, (end - t0_ns) / 1e9) for begin, end in self.stalls),
-            steal_ratio=_share(self._stolen, _stolen_ticks()),
+            **_machine(self._ticks, _CpuTicks.now()),
         )
 
 
-def _stolen_ticks() -> tuple[int, int] | None:
-    """CPU time that a hypervisor gave to others since this machine began, and all of it; None where nobody tells."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
-        return ticks[7], sum(ticks)
-    return None
+class _CpuTicks(NamedTuple):
+    """CPU time of this machine since it began: what anybody used, what a hypervisor gave to others, and all of it."""
 
+    busy: int
+    stolen: int
+    all: int
+    cores: int
 
-def _share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    if before is None or after is None or after[1] <= before[1]:
+    @classmethod
+    def now(cls) -> _CpuTicks | None:
+        """None where nobody tells."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+            user, nice, system, idle, iowait, irq, softirq, stolen = map(int, lines[0].split()[1:9])
+            busy = user + nice + system + irq + softirq
+            cores = sum(line.startswith("cpu") for line in lines) - 1
+            return cls(busy, stolen, busy + idle + iowait + stolen, cores)
         return None
-    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _machine(before: _CpuTicks | None, after: _CpuTicks | None) -> Mapping[str, Any]:
+    """What a client's facts say of the machine between the two."""
+    if before is None or after is None or after.all <= before.all:
+        return {}
+    ticks = after.all - before.all
+    return {
+        "steal_ratio": (after.stolen - before.stolen) / ticks,
+        "busy_cores": (after.busy - before.busy) / ticks * after.cores,
+        "cores": after.cores,
+    }

@@ -41,8 +41,8 @@ from loadgen.cluster.messages import (
 )
 from loadgen.config import Config
 from loadgen.event_loop import Stop, every_second
-from loadgen.plan import STREAMS_PER_WORKER, Plan
-from loadgen.rundir import Ceiling, WriteError
+from loadgen.plan import Plan
+from loadgen.rundir import Ceiling, WriteError, processes_for
 from loadgen.rundir.cluster_facts import ClusterFacts, NodeFacts
 from loadgen.target import Target, TransportError
 
@@ -192,9 +192,9 @@ class Fleet:
         """Client processes of all machines together; decides how many each has. No more than a closed loop has streams:
         then some machines have none."""
         load, first = plan.job.load, 0
-        share = -(-load.at_once // len(self.nodes))
+        share = load.events_per_s(None, streamed=plan.job.sampling.stream) / len(self.nodes)
         for node in self.nodes:
-            many = min(node.facts.cpus, -(-share // STREAMS_PER_WORKER))
+            many = min(node.facts.cpus, processes_for(share, None))
             node.facts.first_process = first
             wanted = max(1, many) if config.workers == "auto" else int(config.workers)
             node.facts.client_processes = wanted if load.streams is None else min(wanted, load.streams.most - first)

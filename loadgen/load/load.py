@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     from loadgen.load.traces import Trace
 
 TYPICAL = 1000  # requests that show what is usual
+USUAL_PACE_MS = 40.0  # between two tokens of a reply
 
 
 class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +160,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.streams is not None:
             return min(self.streams.most, self.requests or self.streams.most)
         return (self.requests or 0) if self.arrival.kind == "burst" and self.trace is None else 1
+
+    def events_per_s(self, pace_ms: float | None, *, streamed: bool = True) -> float:
+        """The most events a second that it brings with it, from a server that keeps up. pace_ms: between two events of
+        a reply, at the least; None: as is usual. streamed: a reply has an event a token; else one. Raises
+        WorkloadError."""
+        import numpy as np
+
+        reply = self.typical_tokens()[1] if streamed else 1
+        pace_s = (pace_ms or USUAL_PACE_MS) / 1000 if streamed else 1.0
+        if self.streams is not None:
+            return self.at_once / pace_s
+        if self.arrival.kind == "burst" and self.trace is None:
+            return min(self.at_once / pace_s, (self.planned or 0) * reply)
+        due_s = self.due_ns() / 1e9
+        if not len(due_s):
+            return 0.0
+        tokens = reply * (self.planned or len(due_s)) / len(due_s)  # of a request, or of a session with its turns
+        life_s = max(1.0, tokens * pace_s)  # over which the events of what came together are spread
+        busiest = int(np.unique(due_s // life_s, return_counts=True)[1].max())
+        return min(busiest * tokens / life_s, len(due_s) / pace_s)
 
     def turns(self) -> Turns | None:
         """The turns of its sessions."""

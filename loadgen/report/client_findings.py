@@ -7,9 +7,11 @@ Every threshold is a constant with its reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from loadgen.report.finding import Finding, Severity, share
 from loadgen.report.schema import CeilingUse, Numbers
+from loadgen.rundir import HEADROOM_RATIO, processes_for
 from loadgen.rundir.records import ClientFacts
 
 # Lateness of the client below this is the grain of timers and schedulers, whatever it is compared with.
@@ -29,27 +31,75 @@ TPOT_LAG_INVALID_RATIO = 1.0
 # In a second this busy, replies waited in the kernel for the client. One such second delays some stamps (LOOP_LAG says
 # by how much), so it warns; when the whole run is this busy, throughput is the client's own.
 CPU_SATURATED_RATIO = 0.9
-# Below half of what it can take, the client leaves room for the bursts within a second.
-HEADROOM_RATIO = 2.0
 # Each such request waited for a dead connection first. A server that closes one idle connection in a thousand at the
 # wrong moment is usual; more of them show in p99 of the _from_schedule metrics.
 RETRIED_RATIO = 0.001
 STALLS_NAMED = 3
 STEAL_RATIO = 0.01  # a hundredth: p99 may be made of it
+BUSY_RATIO = 0.85  # of a machine's cores in the mean: a further client process would only wait for one
 
 
 def find(numbers: Numbers, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     """What the client's own lateness and CPU do to `numbers`; `facts`: one of each of its processes."""
     ttft_ms, tpot_ms = numbers.metrics["ttft_ms"].p50, numbers.metrics["tpot_ms"].p50
-    yield from _send_lag(numbers)
+    machine = _Machine.of(facts)
+    remedy = machine.remedy(_processes(numbers, facts))
+    yield from _send_lag(numbers, remedy)
     yield from _retried(numbers)
     yield from _stalls(numbers)
     if facts:
-        yield from _lags(facts, ttft_ms, tpot_ms)
-        yield from _cpu(facts)
-        yield from _steal(facts)
+        yield from _lags(facts, ttft_ms, tpot_ms, machine, remedy)
+        yield from _cpu(facts, machine, remedy)
+        yield from _steal(machine)
     if numbers.ceiling is not None:
-        yield from _ceiling(numbers.ceiling, ttft_ms, tpot_ms)
+        yield from _ceiling(numbers.ceiling, ttft_ms, tpot_ms, remedy)
+
+
+class _Machine(NamedTuple):
+    """What else its CPUs did while the clients sent. others: cores that other programs used; None: nobody tells."""
+
+    steal_ratio: float
+    cores: int
+    ours: float
+    others: float | None
+
+    @classmethod
+    def of(cls, facts: Sequence[ClientFacts]) -> _Machine:
+        steal_ratio = max((fact.steal_ratio or 0.0 for fact in facts), default=0.0)
+        ours = sum(fact.cpu_s / fact.wall_s for fact in facts if fact.wall_s > 0)
+        busy = max((fact.busy_cores for fact in facts if fact.busy_cores is not None), default=None)
+        cores = max((fact.cores or 0 for fact in facts), default=0)
+        return cls(steal_ratio, cores, ours, None if busy is None else max(0.0, busy - ours))
+
+    @property
+    def is_full(self) -> bool:
+        return self.others is not None and self.ours + self.others >= BUSY_RATIO * self.cores
+
+    def told(self) -> str:
+        """As the end of a sentence on what the client did; empty where nothing is known."""
+        if self.others is None:
+            return ""
+        others = f"other programs {self.others:.1f}"
+        used = f"; meanwhile the client used {self.ours:.1f} of this machine's {self.cores} cores, {others}"
+        return used + (f", and the host took {self.steal_ratio:.1%}" if self.steal_ratio > STEAL_RATIO else "")
+
+    def remedy(self, processes: int) -> str:
+        """What would help a client that is late; processes: that would have had room."""
+        if self.steal_ratio > STEAL_RATIO:
+            return "Run the client on a machine whose host gives its CPU to nobody else"
+        if self.is_full:
+            return (
+                "Run the client on another machine, or one with more cores, or keep it and the server apart with "
+                "`taskset -c`"
+            )
+        return f"Use --workers {processes}, or run the client on a faster machine"
+
+
+def _processes(numbers: Numbers, facts: Sequence[ClientFacts]) -> int:
+    """Client processes that would have had room for this run, at least one more than there were."""
+    ceiling = numbers.ceiling
+    peak_events_per_s = None if ceiling is None else ceiling.peak_events_per_s
+    return max(len(facts) + 1, 2, processes_for(peak_events_per_s or 0.0, ceiling))
 
 
 def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -> tuple[Severity, str] | None:
@@ -70,7 +120,9 @@ def _lag_severity(lag_ms: float, ttft_ms: float | None, tpot_ms: float | None) -
     return worst
 
 
-def _lags(facts: Sequence[ClientFacts], ttft_ms: float | None, tpot_ms: float | None) -> Iterator[Finding]:
+def _lags(
+    facts: Sequence[ClientFacts], ttft_ms: float | None, tpot_ms: float | None, machine: _Machine, remedy: str
+) -> Iterator[Finding]:
     lags = (
         ("LOOP_LAG", "The client's event loop", max(fact.loop_lag_p99_ms for fact in facts)),
         ("RECEIVE_LAG", "Reading after the kernel had the data", max(fact.receive_lag_p99_ms or 0.0 for fact in facts)),
@@ -81,12 +133,12 @@ def _lags(facts: Sequence[ClientFacts], ttft_ms: float | None, tpot_ms: float | 
             yield Finding(
                 code=code,
                 severity=verdict[0],
-                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}.",
-                advice="Add --workers, free the machine of other work, or run the client on another machine.",
+                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}{machine.told()}.",
+                advice=f"{remedy}.",
             )
 
 
-def _cpu(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+def _cpu(facts: Sequence[ClientFacts], machine: _Machine, remedy: str) -> Iterator[Finding]:
     busiest = max(fact.cpu_peak_ratio for fact in facts)
     mean = max(fact.cpu_s / fact.wall_s if fact.wall_s > 0 else 0.0 for fact in facts)
     if busiest >= CPU_SATURATED_RATIO:
@@ -95,8 +147,9 @@ def _cpu(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
             code="CLIENT_CPU",
             severity="invalid" if whole else "warning",
             message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
-            + ("; throughput is the client's own limit." if whole else "."),
-            advice="Add --workers, or run the client on a machine with free cores.",
+            + (", so throughput is the client's own limit" if whole else "")
+            + f"{machine.told()}.",
+            advice=f"{remedy}.",
         )
 
 
@@ -120,8 +173,8 @@ def _stalls(numbers: Numbers) -> Iterator[Finding]:
     )
 
 
-def _steal(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
-    ratio = max((fact.steal_ratio or 0.0 for fact in facts), default=0.0)
+def _steal(machine: _Machine) -> Iterator[Finding]:
+    ratio = machine.steal_ratio
     if ratio > STEAL_RATIO:
         yield Finding(
             code="STEAL",
@@ -131,7 +184,7 @@ def _steal(facts: Sequence[ClientFacts]) -> Iterator[Finding]:
         )
 
 
-def _send_lag(numbers: Numbers) -> Iterator[Finding]:
+def _send_lag(numbers: Numbers, remedy: str) -> Iterator[Finding]:
     metrics = numbers.metrics
     lag_ms = metrics["send_lag_ms"].p99
     if lag_ms is None or lag_ms <= LAG_FLOOR_MS:
@@ -146,7 +199,7 @@ def _send_lag(numbers: Numbers) -> Iterator[Finding]:
         severity="invalid" if lag_ms > SEND_LAG_INVALID_RATIO * scale_ms else "warning",
         message=f"Requests left {lag_ms:.1f} ms after they were due (p99), where ttft or the time between arrivals is "
         f"{scale_ms:.1f} ms: the load was smoother than asked.",
-        advice="Add --workers, or lower the rate; the _from_schedule metrics include this wait.",
+        advice=f"{remedy}; the _from_schedule metrics include this wait.",
     )
 
 
@@ -162,7 +215,7 @@ def _retried(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None) -> Iterator[Finding]:
+def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None, remedy: str) -> Iterator[Finding]:
     ratio, peak_events_per_s = ceiling.headroom_ratio, ceiling.peak_events_per_s
     if ratio is not None and peak_events_per_s is not None and ratio < HEADROOM_RATIO:
         yield Finding(
@@ -170,7 +223,7 @@ def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None) 
             severity="warning",
             message=f"The busiest second had {peak_events_per_s:.0f} events; this client can take about "
             f"{peak_events_per_s * ratio:.0f} a second here ({ratio:.1f} times as many).",
-            advice="Add --workers, or run the client on a faster machine.",
+            advice=f"{remedy}.",
         )
     error_ms = ceiling.event_error_p99_ms
     verdict = _lag_severity(error_ms or 0.0, ttft_ms, tpot_ms)
@@ -180,5 +233,5 @@ def _ceiling(ceiling: CeilingUse, ttft_ms: float | None, tpot_ms: float | None) 
             severity="warning",  # of the calibration; what the client did in the run itself is in its lags
             message=f"Before the run this client stamped events {error_ms:.1f} ms late (p99), by the embedded server's "
             f"own send times, where {verdict[1]}.",
-            advice="Add --workers, or free the machine of other work.",
+            advice=f"{remedy}.",
         )

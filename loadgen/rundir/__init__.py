@@ -4,6 +4,7 @@ what a run that goes on has measured so far, for whoever exports it."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -49,6 +50,17 @@ class Ceiling(msgspec.Struct, kw_only=True):
     requests: int
     output_tokens: int
     measured_unix_s: float | None = None
+
+
+# Below half of what it can take, a client process has room for the bursts within a second.
+HEADROOM_RATIO = 2.0
+USUAL_EVENTS_PER_S = 50_000.0  # that a core takes wherever it was tried
+
+
+def processes_for(events_per_s: float, ceiling: Ceiling | None) -> int:
+    """How many client processes have room for a busiest second. ceiling: None where it was not measured."""
+    each = USUAL_EVENTS_PER_S if ceiling is None else ceiling.events_per_s_per_core
+    return max(1, math.ceil(HEADROOM_RATIO * events_per_s / each))
 
 
 class Phase(msgspec.Struct, frozen=True):

@@ -67,11 +67,12 @@ def _numbers(measured: Table, warmed: int, facts: Sequence[ClientFacts], manifes
 def _clients(facts: Sequence[ClientFacts], cpus: int) -> Iterator[str]:
     for fact in facts:
         lags_ms = (fact.loop_lag_p50_ms, fact.loop_lag_p99_ms, fact.loop_lag_max_ms)
-        stolen = fact.steal_ratio or 0.0
-        if min(*lags_ms, fact.wall_s, fact.cpu_s, fact.events, fact.connections, fact.peak_rss_bytes, stolen) < 0:
+        stolen, busy = fact.steal_ratio or 0.0, fact.busy_cores or 0.0
+        counts = (fact.events, fact.connections, fact.peak_rss_bytes)
+        if min(*lags_ms, fact.wall_s, fact.cpu_s, *counts, stolen, busy) < 0:
             yield "a client process says numbers below zero of itself"
-        elif stolen > 1:
-            yield "a client process was robbed of more CPU time than there was"
+        elif stolen > 1 or busy > (fact.cores or 0):
+            yield "a client process saw others use, or was robbed of, more CPU time than there was"
         elif any(begin > end or end > fact.wall_s + CLOCK_SLACK_S for begin, end in fact.stalls):
             yield "a client process stood still after its end"
         elif list(lags_ms) != sorted(lags_ms):

@@ -119,6 +119,8 @@ class ClientFacts(msgspec.Struct, kw_only=True):
     receive_lag_max_ms: float | None = None
     stalls: tuple[tuple[float, float], ...] = ()  # when its event loop stood still: from, to, in seconds of the run
     steal_ratio: float | None = None  # of this machine's CPU time, what its hypervisor gave to others meanwhile
+    busy_cores: float | None = None  # of this machine in the mean, whoever used them
+    cores: int | None = None  # of this machine
 
 
 class Footer(msgspec.Struct, kw_only=True):

@@ -58,7 +58,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "extra_body": (['{"top_k": 20}'], '{"top_k": 20}'),
     "omit_field": (["seed"], ("seed",)),
     "seed": (["3"], 3),
-    "workers": (["auto"], "auto"),
+    "workers": (["2"], "2"),
     "transport": (["aiohttp"], "aiohttp"),
     "connect": (["fresh"], "fresh"),
     "kernel_timestamps": ([], True),

@@ -134,6 +134,35 @@ def test_send_lag_below_the_grain_of_timers_is_nothing() -> None:
     assert "SEND_LAG" not in severities(replace(packed, **moved))
 
 
+@pytest.mark.parametrize(
+    ("machine", "told", "advice"),
+    [
+        ({}, "", "Use --workers 2, or"),
+        (
+            {"busy_cores": 1.1, "cores": 4},
+            "used 0.5 of this machine's 4 cores, other programs 0.6.",
+            "Use --workers 2, or",
+        ),
+        ({"busy_cores": 1.9, "cores": 2}, "2 cores, other programs 1.4.", "another machine, or one with more cores"),
+        (
+            {"busy_cores": 1.9, "cores": 2, "steal_ratio": 0.03},
+            "other programs 1.4, and the host took 3.0%.",
+            "whose host gives its CPU to nobody else",
+        ),
+    ],
+)
+def test_the_advice_to_a_late_client_fits_its_machine(machine: dict[str, Any], told: str, advice: str) -> None:
+    late = facts(loop_lag_p99_ms=11.0, loop_lag_max_ms=60.0, wall_s=10.0, cpu_s=5.0, **machine)
+    found = {each.code: each for each in build.build(manifest(), clean(), [late]).verdict.findings}
+    assert told in found["LOOP_LAG"].message and advice in found["LOOP_LAG"].advice
+
+
+def test_a_run_too_hot_for_its_clients_says_how_many_it_would_have_taken() -> None:
+    """The clean run has 400 events in its busiest second."""
+    hot = build.build(manifest(ceiling=ceiling(events_per_s_per_core=150.0)), clean(), [facts()])
+    assert {each.code: each.advice for each in hot.verdict.findings}["HEADROOM"].startswith("Use --workers 6, or")
+
+
 @pytest.mark.parametrize(("code", "field"), [("LOOP_LAG", "loop_lag_p99_ms"), ("RECEIVE_LAG", "receive_lag_p99_ms")])
 def test_lags_are_measured_against_ttft_and_tpot(code: str, field: str) -> None:
     def late(lag_ms: float) -> ClientFacts:
