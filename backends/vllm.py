@@ -268,5 +268,5 @@ TOKENS = replace(
     adapter=replace(ADAPTER, invoke=invoke_tokens),
     native=True,
     may_lack_route=True,
-    seen="",
+    seen="0.32.0 on a CPU, 2026-11-30",
 )

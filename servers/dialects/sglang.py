@@ -1,4 +1,5 @@
-"""The wire of SGLang 0.5.11: `/generate`, whose every event repeats all of the output so far, text and ids.
+"""The wire of SGLang 0.5.11: `/generate`, whose every event repeats all of the output so far, text and ids; OpenAI's
+routes are in sglang_openai.py.
 
 As a real one was seen: a stream begins with status 200 before anything is known of the request, so that it tells of
 errors in an event, followed by `[DONE]`; the last event adds the server's own time. How often a request was retracted
@@ -14,12 +15,19 @@ from functools import partial
 import msgspec
 
 from backends.untrusted import UNDECODABLE
+from servers.dialects.sglang_openai import (
+    ChatBody,
+    CompletionBody,
+    SGLangOpenAIWire,
+    decode_chat,
+    decode_completion,
+)
 from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
 from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
 
 _VERSION = "0.5.11"
-_DEFAULT_NEW_TOKENS = 128
+_DEFAULT_NEW_TOKENS, _DEFAULT_COMPLETION_TOKENS = 128, 16
 _FULL = "The request queue is full."
 _SSE = Wire.content_type
 
@@ -68,7 +76,11 @@ class SGLang:
             ),
         }
         self.pages: Mapping[str, Callable[[], Page]] = {path: partial(_same, page) for path, page in pages.items()}
-        self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {"/generate": self._generate}
+        self.generations: Mapping[str, Callable[[bytes, str], Sequence[Wire]]] = {
+            "/generate": self._generate,
+            "/v1/completions": partial(self._openai, decode_completion),
+            "/v1/chat/completions": partial(self._openai, decode_chat),
+        }
         self.series: Sequence[Series] = series()
         self.labels = labels_of(engine_type="unified", model_name=settings.model)
 
@@ -87,33 +99,67 @@ class SGLang:
             body = _decode_body(raw)
         except UNDECODABLE as error:
             raise Refusal(wire.json_page(400, _flat(400, f"1 validation error:\n  {error}", "Bad Request"))) from None
-        sampling, limit = body.sampling_params, self._settings.max_model_len
+        sampling = body.sampling_params
         asked = _DEFAULT_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
         prompt = body.text if body.input_ids is None else body.input_ids
         n_prompt = wire.count_tokens(prompt or "")
         if prompt is None:
-            wrong = "Either text, input_ids or input_embeds should be provided."
-        elif n_prompt == 0:
-            wrong = "Prompt cannot be empty"
-        elif sampling.temperature is not None and sampling.temperature < 0:
-            wrong = f"temperature must be non-negative, got {sampling.temperature:g}."
-        elif asked < 0:
+            wrong: str | None = "Either text, input_ids or input_embeds should be provided."
+        elif asked < 0 and n_prompt:
             wrong = f"max_new_tokens must be at least 0, got {asked}."
-        elif n_prompt >= limit:
-            wrong = f"The input ({n_prompt} tokens) is longer than the model's context length ({limit} tokens)."
-        elif n_prompt + asked > limit:
-            wrong = (
-                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
-                f"total of {n_prompt + asked} tokens: {n_prompt} tokens from the input messages and {asked} tokens for "
-                "the completion. Please reduce the number of tokens in the input messages or the completion to fit "
-                "within the limit."
-            )
         else:
+            wrong = self._wrong(n_prompt, asked, sampling.temperature)
+        if wrong is None:
             reply = SGLangWire(body.stream, n_prompt, max(1, asked), request_id)
-            reply.segments = wire.segments(self._settings, prompt, 1)
+            reply.segments = wire.segments(self._settings, prompt or "", 1)
             return [reply]
         page = self.error(400, wrong)
         raise Refusal(_in_a_stream(page) if body.stream else page)
+
+    def _openai(
+        self, decode: Callable[[bytes], CompletionBody | ChatBody], raw: bytes, request_id: str
+    ) -> Sequence[Wire]:
+        """Refused before anything is streamed, unlike its own route."""
+        try:
+            body = decode(raw)
+        except UNDECODABLE as error:
+            raise Refusal(wire.json_page(400, _flat(400, f"1 validation error:\n  {error}", "Bad Request"))) from None
+        before, asked = 0, body.max_tokens
+        if isinstance(body, CompletionBody):
+            prompt: str | list[int] = body.prompt
+            asked = _DEFAULT_COMPLETION_TOKENS if asked is None else asked
+        else:
+            prompt, before = body.text(), wire.CHAT_TEMPLATE_TOKENS
+            asked = body.max_completion_tokens if asked is None else asked
+        n_prompt = before + wire.count_tokens(prompt)
+        if asked is None:
+            asked = max(1, self._settings.max_model_len - n_prompt)
+        if asked < 1:
+            wrong = "1 validation error:\n  max_tokens must be positive"
+            raise Refusal(wire.json_page(400, _flat(400, wrong, "Bad Request")))
+        if (refused := self._wrong(n_prompt, asked, body.temperature)) is not None:
+            raise Refusal(wire.json_page(400, _flat(400, refused, "BadRequestError")))
+        reply = SGLangOpenAIWire(body, n_prompt, asked, request_id)
+        reply.segments = wire.segments(self._settings, prompt, 1, before)
+        return [reply]
+
+    def _wrong(self, n_prompt: int, asked: int, temperature: float | None) -> str | None:
+        """Why it takes no such request, whichever the route."""
+        limit = self._settings.max_model_len
+        if n_prompt == 0:
+            return "Prompt cannot be empty"
+        if temperature is not None and temperature < 0:
+            return f"temperature must be non-negative, got {temperature:g}."
+        if n_prompt >= limit:
+            return f"The input ({n_prompt} tokens) is longer than the model's context length ({limit} tokens)."
+        if n_prompt + asked <= limit:
+            return None
+        return (
+            f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+            f"total of {n_prompt + asked} tokens: {n_prompt} tokens from the input messages and {asked} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within the "
+            "limit."
+        )
 
 
 def _same(page: Page) -> Page:

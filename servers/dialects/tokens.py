@@ -54,7 +54,7 @@ class TokensWire(Wire):
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         usage = self._usage(count) if self._usage_always else None
-        return self._chunk({"usage": usage}, [_choice(range(count - n_tokens + 1, count + 1), finish)])
+        return self._chunk({"usage": usage}, [_choice(range(count - n_tokens + 1, count + 1), finish, count)])
 
     def tail(self, count: int, done: bool = True) -> bytes:
         usage = self._chunk({"usage": self._usage(count)}, []) if self._usage_last else b""
@@ -65,9 +65,9 @@ class TokensWire(Wire):
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         said = {
-            "request_id": self._id, "model": self._model, "created": self._created_s,
-            "usage": self._usage(count), "prompt_logprobs": None, "prompt_token_ids": None, "metrics": None,
-            "kv_transfer_params": None, "output_mode": "tokens", "choices": [_choice(range(1, count + 1), finish)],
+            "request_id": self._id, "model": self._model, "created": self._created_s, "usage": self._usage(count),
+            "prompt_logprobs": None, "prompt_token_ids": None, "metrics": None, "kv_transfer_params": None,
+            "output_mode": "tokens", "choices": [_choice(range(1, count + 1), finish, count)],
         }  # fmt: skip
         return wire.json_page(200, said)
 
@@ -82,8 +82,9 @@ class TokensWire(Wire):
         return usage | ({"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if self.cached_tokens else {})
 
 
-def _choice(counts: range, finish: Finish | None) -> dict[str, Any]:
+def _choice(counts: range, finish: Finish | None, all_tokens: int) -> dict[str, Any]:
+    versions = [{"version": "default", "start": 0, "end": all_tokens}] if finish else None
     return {
         "index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": [wire.token_id(each) for each in counts],
-        "routed_experts": None, "sampling_mask": None, "weight_versions": None, "logprobs": None,
+        "routed_experts": None, "sampling_mask": None, "weight_versions": versions, "logprobs": None,
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """Replies as real servers sent them, from real/: llama.cpp b11549 (xllamacpp 2026.10.11549) on a CPU, and SGLang 0.5.11
-on an H200, whose radix cache, stream interval, incremental output, tokenizer and queue were set for them."""
+on an H200, whose radix cache, stream interval, incremental output, tokenizer and queue were set for them, and vLLM
+0.32.0 on a CPU, with --enable-scale-out and --enable-per-request-metrics."""
 
 from __future__ import annotations
 
@@ -168,6 +169,48 @@ SGLANG = [
         "openai-chat",
         body("sglang_chat_stream"),
         (*[T] * 8, Delta(finish="length"), Delta(prompt_tokens=7, output_tokens=8)),
+    ),
+]  # fmt: skip
+
+
+_COUNTED: dict[str, Any] = {"prompt_tokens": 3, "output_tokens": 4, "cached_tokens": 0}
+VLLM = [
+    Transcript(
+        "vllm: token ids in and out",
+        "vllm-generate",
+        body("vllm_tokens_stream"),
+        (*[T] * 3, Delta(n_tokens=1, finish="length"), Delta(**_COUNTED)),
+    ),
+    Transcript(
+        "vllm: token ids in and out, whole",
+        "vllm-generate",
+        body("vllm_tokens_whole"),
+        (Delta(n_tokens=4, finish="length", **_COUNTED),),
+        stream=False,
+    ),
+    Transcript(
+        "vllm: its times of the request, beside the usage",
+        "vllm",
+        body("vllm_timed_stream"),
+        (*[T] * 3, Delta(n_tokens=1, finish="length"),
+         Delta(**_COUNTED, server=ServerRecord(queue_us=31, prefill_us=162545, ttft_us=162576, decode_us=744126,
+                                               e2el_us=906702))),
+    ),
+    Transcript(
+        "vllm: its times of the request, whole",
+        "vllm",
+        body("vllm_timed_whole"),
+        (Delta(n_tokens=4, finish="length", **_COUNTED,
+               server=ServerRecord(queue_us=14, prefill_us=316137, ttft_us=316151, decode_us=924576,
+                                   e2el_us=1240727)),),
+        stream=False,
+    ),
+    Transcript(
+        "vllm: other things under that name",
+        "vllm",
+        body("vllm_timed_whole").partition(b'"metrics":')[0] + b'"metrics":["a"]}',
+        (Delta(n_tokens=4, finish="length", **_COUNTED),),
+        stream=False,
     ),
 ]  # fmt: skip
 

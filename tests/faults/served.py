@@ -21,7 +21,8 @@ HALF = OUTPUT_TOKENS // 2
 STRUCK, REQUESTS = 2, 6  # the third request, one after the other on one connection
 IDLE_S, PATIENT_S = 1.0, 20.0
 DIALECTS = {  # and the backends that ask
-    "vllm": ("vllm", "openai-chat"), "tgi": ("tgi",), "lightllm": ("lightllm",), "sglang": ("sglang",),
+    "vllm": ("vllm", "vllm-generate", "openai-chat"), "tgi": ("tgi",), "lightllm": ("lightllm",),
+    "sglang": ("sglang", "openai", "openai-chat"),
 }  # fmt: skip
 
 EXPECTED = {

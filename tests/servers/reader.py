@@ -110,11 +110,11 @@ def running(
 @contextlib.contextmanager
 def serving(
     directory: Path, timing: FixedTiming, dialect: Any = "vllm", *fault: str,
-    seed: int = 0, max_model_len: int = 4096, api_key: str | None = None, wire: str = "clean",
+    seed: int = 0, api_key: str | None = None, wire: str = "clean", **settings: Any,
 ) -> Iterator[Running]:  # fmt: skip
     stamps_path = directory / "stamps.npz"
     server = Server(
-        DIALECTS[dialect](Settings("m", max_model_len)),
+        DIALECTS[dialect](Settings("m", **{"max_model_len": 4096, **settings})),
         timing,
         faults=faults.read(fault, dialect, seed),
         stamps=Stamps(stamps_path),

@@ -332,3 +332,31 @@ def test_a_response_is_refused_as_a_chat_is(tmp_path: Path) -> None:
     assert ask(tmp_path, RESPONSES, {"model": "m"}).status == 400
     assert ask(tmp_path, RESPONSES, {"input": "a", "model": "other"}).status == 404
     assert ask(tmp_path, RESPONSES, {"input": "a " * 100}).json["error"]["param"] == "input_tokens"
+
+
+def test_token_ids_in_and_out_as_a_real_server_sends_them(tmp_path: Path) -> None:
+    """All but ids, numbers and the version of the weights is the same, key by key."""
+    body = {"model": "m", "token_ids": [5, 9, 11], "sampling_params": {"max_tokens": 4}} | USAGE
+    ours = ask(tmp_path, "/inference/v1/generate", body, X_Request_Id="r-1")
+    real = (Path(__file__).parents[2] / "backends" / "real" / "vllm_tokens_stream.txt").read_text().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in real if line.startswith("data: {")]
+    assert len(ours.data) == len(events) == 5 and ours.events[-1] == b"data: [DONE]\n\n"
+    for mine, theirs in zip(ours.data[:4], events[:4], strict=True):
+        assert list(mine) == list(theirs) and list(mine["choices"][0]) == list(theirs["choices"][0])
+        same = {key: value for key, value in theirs["choices"][0].items() if key != "token_ids"}
+        assert mine["choices"][0] | same == mine["choices"][0]
+    assert [event["choices"][0]["token_ids"] for event in ours.data[:4]] == [[1001], [1002], [1003], [1004]]
+    assert ours.data[0]["request_id"] == "generate-tokens-r-1"
+    assert ours.data[4]["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
+
+
+def test_times_of_a_request_are_told_where_the_server_is_to_tell_them(tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": [1], "max_tokens": 3} | USAGE
+    with running(tmp_path, ttft_ms=20, itl_ms=10, per_request_metrics=True) as server:
+        told = server.post(COMPLETIONS, body).data[-1]["metrics"]
+        several = server.post(COMPLETIONS, body | {"n": 2}).data[-1]
+    assert list(told) == ["time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms",
+                          "tokens_per_second"]  # fmt: skip
+    assert told["time_to_first_token_ms"] >= 20 and told["generation_time_ms"] >= 10 and told["queue_time_ms"] == 0
+    assert told["mean_itl_ms"] == pytest.approx(told["generation_time_ms"] / 2)
+    assert "metrics" not in several  # of one sequence alone

@@ -127,3 +127,57 @@ def test_it_says_everywhere_that_it_is_emulated(tmp_path: Path) -> None:
     assert all(b"llm-dissect-emulated" in answer.body for answer in said)
     assert BACKEND.read_account("/server_info", said[1].body).version == "0.5.11"
     assert BACKEND.read_info("/v1/models", said[0].body).max_total_tokens == 4096
+
+
+def openai(directory: Path, path: str, **body: Any) -> Answer:
+    with running(directory, "sglang", ttft_ms=0, itl_ms=0, max_model_len=100) as server:
+        return server.post(path, body)
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+SAID = [{"role": "user", "content": "a b"}]
+
+
+def shape(tree: Any) -> Any:
+    """The keys in their order, and of what kind the values are, null for null."""
+    if isinstance(tree, dict):
+        return {key: shape(value) for key, value in tree.items()}
+    return [shape(each) for each in tree[:1]] if isinstance(tree, list) else None if tree is None else type(tree)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "name"),
+    [(COMPLETIONS, {"prompt": [5, 9]}, "sglang_openai_stream"), (CHAT, {"messages": SAID}, "sglang_chat_stream")],
+)
+def test_openai_streams_have_a_real_servers_shapes(path: str, asked: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """Each kind of event: the first, one in the middle, that of the finish reason, the usage."""
+    ours = openai(tmp_path, path, model="any", max_tokens=4, **asked, **USAGE)
+    lines = (REAL / f"{name}.txt").read_text().split("\n\n")
+    real = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert ours.events[-1] == b"data: [DONE]\n\n" and ours.data[0]["model"] == "any"
+    for place in (0, 2, -2, -1):
+        assert json.dumps(shape(ours.data[place]), default=repr) == json.dumps(shape(real[place]), default=repr), place
+    assert ours.data[-1]["usage"]["completion_tokens"] == 4
+    text = [choice.get("text") or choice.get("delta", {}).get("content", "")
+            for event in ours.data for choice in event["choices"]]  # fmt: skip
+    assert "".join(filter(None, text)) == " the of and to"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "kind", "message"),
+    [
+        (COMPLETIONS, {"prompt": []}, 400, "BadRequestError", "Prompt cannot be empty"),
+        (COMPLETIONS, {"prompt": [1] * 100}, 400, "BadRequestError",
+         "The input (100 tokens) is longer than the model's context length (100 tokens)."),
+        (COMPLETIONS, {"prompt": [1], "max_tokens": 0}, 400, "Bad Request", "max_tokens must be positive"),
+        (COMPLETIONS, {"prompt": [1], "temperature": -3}, 400, "BadRequestError", "got -3."),
+        (CHAT, {"messages": SAID, "max_tokens": 120}, 400, "BadRequestError", "a total of 127 tokens: 7 tokens"),
+    ],
+)  # fmt: skip
+def test_what_openai_routes_refuse_is_no_stream(
+    path: str, asked: dict[str, Any], status: int, kind: str, message: str, tmp_path: Path
+) -> None:
+    answer = openai(tmp_path, path, model="m", **asked, **USAGE)
+    assert answer.status == status and message in answer.json["message"]
+    assert list(answer.json) == ["object", "message", "type", "param", "code"] and answer.json["type"] == kind
