@@ -173,7 +173,8 @@ def _bytes(gib: float | None) -> float | None:
 def _named(engine: str, method: str, model: str, gpus: int, seq_len: int, micro_batch: int) -> Cell:
     task = "finetune" if method.startswith("L") else "pretrain"
     return cell(
-        method, model=model, engine=engine, task=task, gpus=gpus, seq_len=seq_len, micro_batch=micro_batch
+        method, model=model, engine=engine, task=task, gpus=gpus, seq_len=seq_len, micro_batch=micro_batch,
+        adapter_dtype="bf16",
     )  # fmt: skip
 
 

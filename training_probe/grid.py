@@ -24,6 +24,7 @@ Engine = str  # one of ENGINES, or a trial of the user's own (training_probe.tri
 AttentionKernel = Literal["eager", "math", "flash"]
 Recompute = Literal["none", "full", "selective"]
 Adapter = Literal["L", "QL", "PT"]
+AdapterDtype = Literal["bf16", "fp32"]
 Device = Literal["cuda", "cpu"]
 Loss = Literal["plain", "chunked", "liger"]
 
@@ -137,9 +138,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     largest that fits is searched. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2), the layers, a sequence.
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
-    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets: of L and QL. double_quant:
-    whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in torchtitan's
-    sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
+    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype: of L and QL.
+    double_quant: whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in
+    torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
     """
 
@@ -160,6 +161,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int = LORA_RANK
     lora_alpha: int = LORA_ALPHA
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    adapter_dtype: AdapterDtype = "bf16"
     double_quant: bool = True
     adamw_8bit: bool = False
     checkpoint: str = ""
@@ -195,6 +197,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def adapts(self) -> tuple[str, ...]:
         """The linear layers that LoRA adapts where the model has them."""
         return self.lora_targets + FUSED_TARGETS if self.lora_targets == LORA_TARGETS else self.lora_targets
+
+    @property
+    def wide_adapters(self) -> bool:
+        """Whether LoRA trains in fp32: its weights, their gradients and moments."""
+        return self.letters.adapter in ("L", "QL") and self.adapter_dtype == "fp32"
+
+    @property
+    def wide_inputs(self) -> bool:
+        """Whether LoRA computes in fp32 too, and keeps its inputs so; FSDP2 gathers it in bf16."""
+        return self.wide_adapters and self.engine != "fsdp2"
 
     @property
     def recomputes(self) -> bool:
@@ -239,6 +251,8 @@ class Options(Protocol):
     @property
     def lora_targets(self) -> tuple[str, ...]: ...
     @property
+    def adapter_dtype(self) -> str: ...
+    @property
     def double_quant(self) -> bool: ...
     @property
     def adamw_8bit(self) -> bool: ...
@@ -258,6 +272,7 @@ def beyond_letters(of: Options) -> list[str]:
         "lora_rank": f"r{of.lora_rank}",
         "lora_alpha": f"alpha{of.lora_alpha}",
         "lora_targets": "-".join(target.removesuffix("_proj") for target in of.lora_targets),
+        "adapter_dtype": f"{of.adapter_dtype}-adapters",
         "double_quant": "single-quant",
         "adamw_8bit": "adamw8bit",
         "checkpoint": f"ac-{of.checkpoint}",
@@ -269,7 +284,7 @@ def beyond_letters(of: Options) -> list[str]:
 
 
 # Which options are of which letters alone.
-_OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets"), ("double_quant",)
+_OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype"), ("double_quant",)
 
 
 def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
@@ -278,6 +293,8 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
     idle: dict[str, str] = {}
     if cell.letters.adapter not in ("L", "QL"):
         idle |= dict.fromkeys(_OF_LORA, "it has no LoRA (L or QL)")
+    elif _casts_adapters(cell):
+        idle["adapter_dtype"] = "DeepSpeed's ZeRO casts what it trains to bf16, and keeps fp32 masters of it"
     if not cell.letters.four_bit:
         idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
     if layers is not None and (every := cell.recomputed_every) and every > layers:
@@ -307,8 +324,28 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.spec is None else self.spec.decoder
 
 
-def cell(method: str, *, attention: AttentionKernel = "eager", **more: object) -> Cell:
-    """A cell of a method however it is written. Raises GridError."""
+def _casts_adapters(cell: Cell) -> bool:
+    return cell.engine == "deepspeed" and cell.letters.zero > 0
+
+
+def adapters_said(engine: Engine, method: str, dtype: str) -> str:
+    """What LoRA of such a cell trains in, a sentence; empty where it has none."""
+    letters = Method.parse(method)
+    if letters.adapter not in ("L", "QL") or engine not in ENGINES:
+        return ""
+    if engine == "deepspeed" and letters.zero:
+        return f"LoRA of {engine} with Z{letters.zero} has bf16 weights and fp32 masters, 16 bytes a trained parameter."
+    if dtype == "bf16":
+        return f"LoRA of {engine} trains in bf16, 8 bytes a trained parameter; --adapter-dtype fp32 is PEFT's own."
+    inputs = "computes in bf16" if engine == "fsdp2" else "keeps fp32 inputs"
+    return f"LoRA of {engine} trains in fp32, 16 bytes a trained parameter, and {inputs} (--adapter-dtype)."
+
+
+def cell(
+    method: str, *, attention: AttentionKernel = "eager", adapter_dtype: AdapterDtype | None = None, **more: object
+) -> Cell:
+    """A cell of a method however it is written. adapter_dtype: None for that of PEFT's own, fp32, where the engine
+    leaves it. Raises GridError."""
     letters = Method.parse(method)
     if letters.flash:
         if attention == "math":
@@ -317,6 +354,9 @@ def cell(method: str, *, attention: AttentionKernel = "eager", **more: object) -
     built = msgspec.convert({"method": str(letters), "attention": attention, **more}, Cell)
     fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate")
     check_least(GridError, 1, **{field: getattr(built, field) for field in fields})
+    if adapter_dtype is None:
+        adapter_dtype = "fp32" if letters.adapter in ("L", "QL") and not _casts_adapters(built) else "bf16"
+    built = msgspec.structs.replace(built, adapter_dtype=adapter_dtype)
     if built.micro_batch is not None and built.micro_batch < 1:
         raise GridError(f"--micro-batch is {built.micro_batch}; it must be at least 1, or max.")
     if built.checkpoint and letters.recompute != "none":

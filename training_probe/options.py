@@ -65,7 +65,7 @@ MEASURED = Group("How they are measured", sort_key=3)
 WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
 UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8")
-METHODS = ("lora_rank", "lora_alpha", "lora_targets", "double_quant", "adamw_8bit", *UNTRACED_METHODS)
+METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", *UNTRACED_METHODS)
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _methods = partial(option, OF_METHODS)
@@ -151,6 +151,10 @@ class Grid:
             show_default=False,
         ),
     ] = grid.LORA_TARGETS
+    adapter_dtype: Annotated[
+        grid.AdapterDtype | None,
+        _methods("What LoRA (L, QL) trains in; by default fp32 as PEFT does, with ZeRO DeepSpeed's bf16."),
+    ] = None
     double_quant: Annotated[
         bool, _methods("Quantize the scales of 4-bit weights too (Q, QL).", negative=("--no-double-quant",))
     ] = True

@@ -88,6 +88,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     lora_rank: Size = LORA_RANK
     lora_alpha: Size = LORA_ALPHA
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    adapter_dtype: str = "bf16"
     double_quant: bool = True
     adamw_8bit: bool = False
     checkpoint: str = ""

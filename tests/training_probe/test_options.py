@@ -39,6 +39,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "lora_rank": (["8"], "lora_rank", 8),
     "lora_alpha": (["32"], "lora_alpha", 32),
     "lora_targets": (["q_proj", "v_proj"], "lora_targets", ("q_proj", "v_proj")),
+    "adapter_dtype": (["bf16"], "adapter_dtype", "bf16"),
     "double_quant": ([], "double_quant", False),
     "adamw_8bit": ([], "adamw_8bit", True),
     "checkpoint": (["op"], "checkpoint", "op"),
@@ -133,6 +134,7 @@ def test_every_flag_of_cells_arrives(
     machine += [80] * 8
     typed, field, value = OF_CELLS[name]
     method = "QL+Z2" if name.startswith("lora_") or name == "double_quant" else "Z2"
+    method = "QL" if name == "adapter_dtype" else method
     (before,), _ = asked(swept, "--method", method)
     (after,), _ = asked(swept, *([] if name == "method" else ["--method", method]), flag(name), *typed)
     assert getattr(after, field) == value != getattr(before, field)
@@ -345,7 +347,7 @@ def test_an_option_that_changes_nothing_for_a_cell_says_so(swept: Swept, capsys:
     assert cli.invoke(["sweep", *argv]) == 0
     naive = "tiny_pretrain_ddp_Naive_1x_s350_b1"
     assert capsys.readouterr().err == f"--lora-rank changes nothing for {naive}: it has no LoRA (L or QL).\n"
-    assert [cell.name for cell in swept[-1][0]] == [naive, "tiny_finetune_ddp_L_1x_s350_b1_r8"]
+    assert [cell.name for cell in swept[-1][0]] == [naive, "tiny_finetune_ddp_L_1x_s350_b1_r8_fp32-adapters"]
 
 
 @pytest.mark.parametrize(

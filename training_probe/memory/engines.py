@@ -78,11 +78,10 @@ def _plain(rank: Rank) -> Iterator[Moment]:
     trainable = rank.counts.trainable
     held = with_bf16_states(rank)
     yield from with_new_gradients(rank, held)
-    gradients = product("gradients", 2, trainable, "trainable")
+    gradients = product("gradients", rank.trained_bytes, trainable, "trainable")
+    flat = PLAIN_REDUCE_BYTES if rank.trained_bytes == 2 else 4  # what is fp32 already has no copy
     bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
-    yield Moment(
-        "reduction", (*held, gradients, product("buckets", PLAIN_REDUCE_BYTES, bucket, "elements, flat and fp32"))
-    )
+    yield Moment("reduction", (*held, gradients, product("buckets", flat, bucket, "elements, flat and fp32")))
 
 
 def _zero_2(rank: Rank) -> Iterator[Moment]:
@@ -217,12 +216,15 @@ def _ddp(rank: Rank) -> Iterator[Moment]:
     held = with_bf16_states(rank)
     if rank.ranks == 1:
         yield from with_new_gradients(rank, held)
-        yield Moment("optimizer step", (*held, product("gradients", 2, trainable, "trainable")))
+        yield Moment("optimizer step", (*held, product("gradients", rank.trained_bytes, trainable, "trainable")))
         return
-    held.append(product("gradients", 2, trainable, "trainable, as buckets"))
+    held.append(product("gradients", rank.trained_bytes, trainable, "trainable, as buckets"))
     yield rank.loss(held)
     yield rank.last_layer(
-        [*held, product("newest gradient", 2, rank.counts.largest_trainable, "elements, on its way to a bucket")]
+        [
+            *held,
+            product("newest gradient", rank.trained_bytes, rank.counts.largest_trainable, "elements, on its way"),
+        ]
     )
 
 
@@ -232,7 +234,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     layer, which is what is sharded and gathered; with HSDP each replica is sharded by itself."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
-    width = 2 if rank.method.adapter else 4  # bytes of a trained weight, its gradient and each moment
+    width = _fsdp2_bytes(rank)  # bytes of a trained weight, its gradient and each moment
     held = libraries(rank)
     gradients = []
     if not offload:
@@ -265,6 +267,10 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
     yield Moment("last reduction", (*held, *gradients, roots))
     yield Moment("optimizer step", (*held, *gradients))
+
+
+def _fsdp2_bytes(rank: Rank) -> int:
+    return rank.trained_bytes if rank.method.adapter else 4
 
 
 def _megatron(rank: Rank) -> Iterator[Moment]:
@@ -306,7 +312,7 @@ def _host(rank: Rank) -> Iterator[Term]:
     trainable = counts.trainable
     own = -(-trainable // ranks)
     if rank.cell.engine == "fsdp2":
-        width, replicas = 2 if rank.method.adapter else 4, rank.cell.dp_replicate
+        width, replicas = _fsdp2_bytes(rank), rank.cell.dp_replicate
         trainable *= replicas
         yield product("frozen parameters", 2, replicas * counts.frozen, "frozen")
         yield product("parameters and gradients", 2 * width, trainable, "trainable")

@@ -164,7 +164,10 @@ def _kept_by_operator(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
     kept = kept_products(cell, spec, kind)
     if cell.compile and "down_proj" not in adapted_linears(cell, spec, kind):
         kept.pop("down_proj", None)
-    total = sum(2.0 * outputs / (1 if name in BY_ROWS else cell.tp) for name, (_, outputs) in kept.items())
+    total = 0.0
+    for name, (_, outputs) in kept.items():
+        each = 4.0 if cell.wide_inputs and ", LoRA " in name else 2.0
+        total += each * outputs / (1 if name in BY_ROWS else cell.tp)
     if cell.attention == "flash":
         output = kind.attention.query_width
         if isinstance(kind.attention, LatentAttention):
@@ -191,6 +194,8 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
     mlp, wide_text = _mlp(spec, kind.mlp, wide)
     small = 4.0 * kind.norms + (4.0 * heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
     adapters = 2.0 * cell.lora_rank * len(adapted)
+    if cell.wide_inputs:  # each adapter casts its own input, and keeps that; and the product of its first matrix
+        adapters = 4.0 * sum(cell.lora_rank + into for into, _ in adapted.values())
     extras = sum(_before_heads(cell, spec, kind, inputs.latent)) + _router(cell, spec, kind.mlp)
     per_token = (
         whole * spec.hidden
@@ -223,10 +228,12 @@ def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
     """A linear layer needs its input for the gradients of its weight, or of an adapter's: not where it is frozen. Of a
     mixture all are counted where any is adapted."""
     method = cell.letters
+    mixture = kind.mlp.experts > 1
     if not adapted:
         trains = not (method.adapter or method.quantized)
         return _Inputs(trains, trains, trains, trains, trains)
-    mixture = kind.mlp.experts > 1
+    if cell.wide_inputs:
+        adapted = set()
     return _Inputs(
         qkv=not adapted.isdisjoint(_OF_QKV), output="o_proj" in adapted,
         gate_up=mixture or not adapted.isdisjoint(_OF_GATE_UP), down=mixture or "down_proj" in adapted,
@@ -318,6 +325,8 @@ def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
     if mlp.experts > 1:
         wide = (mlp.experts if _operators(spec).every_expert else mlp.active) * mlp.width + mlp.shared
     gradients = 4.0 * wide / cell.tp + 4 * spec.hidden
+    if cell.wide_inputs and not _OF_MLP.isdisjoint(adapted_linears(cell, spec, kind)):
+        gradients += 4.0 * wide  # an fp32 gradient more
     freed = 8.0 * wide / cell.tp
     # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
     query = attention.query_width

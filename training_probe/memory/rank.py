@@ -22,13 +22,11 @@ NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 # Moments of 8-bit AdamW, bitsandbytes' and torchao's: a byte each, and 4 for 256 of them. Tensors of less than 4096
 # elements, which keep 32 bits, are norms and biases.
 STATES_8BIT = 2 * (1 + 4 / 256)
-# LoRA and prompt adapters are bf16 (autocast_adapter_dtype=False). PEFT's default is fp32, and keeps fp32 inputs, too.
-ADAPTER_BYTES = 2
 # torchao rounds to fp8 through fp32: a copy, and that times the scale. Compiled it is one kernel.
 FP8_CAST_BYTES = 8
 # --- ---
 
-STATES_BF16, STATES_FP32 = 4, 8  # Adam's two moments, bytes per parameter
+STATES_FP32 = 8  # Adam's two moments, bytes per parameter
 MASTER = 4
 
 
@@ -77,6 +75,11 @@ class Rank:
     @property
     def accumulates(self) -> bool:
         return self.cell.grad_accum > 1
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a weight that trains, and of its gradient, where an engine leaves the model as it is."""
+        return 4 if self.cell.wide_adapters else 2
 
     def states(self, usual: float) -> float:
         """Bytes of Adam's two moments per parameter. usual: with its plain AdamW."""
@@ -177,7 +180,7 @@ def whole_parameters(rank: Rank) -> list[Term]:
     terms = four_bit(rank, 1)
     terms.append(product("parameters", 2, counts.frozen + counts.trainable - counts.adapter, "parameters"))
     if counts.adapter:
-        terms.append(product("adapters", ADAPTER_BYTES, counts.adapter, "adapter parameters"))
+        terms.append(product("adapters", rank.trained_bytes, counts.adapter, "adapter parameters"))
     return terms
 
 
@@ -193,10 +196,10 @@ def libraries(rank: Rank) -> list[Term]:
 
 
 def with_bf16_states(rank: Rank) -> list[Term]:
-    """What a bf16 model holds all the time whose optimizer keeps bf16 states, and nothing is divided."""
+    """What a model holds all the time whose optimizer keeps states of its weights' kind, and nothing is divided."""
     return [
         *whole_parameters(rank),
-        product("optimizer states", rank.states(STATES_BF16), rank.counts.trainable, "trainable"),
+        product("optimizer states", rank.states(2 * rank.trained_bytes), rank.counts.trainable, "trainable"),
         *libraries(rank),
     ]
 
@@ -204,16 +207,16 @@ def with_bf16_states(rank: Rank) -> list[Term]:
 def with_new_gradients(rank: Rank, held: list[Term]) -> Iterator[Moment]:
     """Both passes where autograd makes the gradients anew: the head's are the first, the embeddings' the last. A table
     that is both has two, and then their sum."""
-    counts = rank.counts
+    counts, each = rank.counts, rank.trained_bytes
     table = 0 if rank.method.adapter else counts.embedding
     if rank.accumulates:
-        whole = product("gradients", 2, counts.trainable, "trainable, until the last micro batch")
+        whole = product("gradients", each, counts.trainable, "trainable, until the last micro batch")
         before, first, last = [whole], whole, whole
     else:
         missing = counts.layer_trainable + (0 if rank.spec.tied else table)
         before, first = [], product("gradients", 2, table, "elements of the head")
         last = product(
-            "gradients", 2, counts.trainable - missing, "trainable, without the first layer's and embeddings'"
+            "gradients", each, counts.trainable - missing, "trainable, without the first layer's and embeddings'"
         )
     yield rank.loss([*held, *before])
     yield rank.last_layer([*held, first])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from backends.untrusted import escaped
 from loadgen.document.content import Cell, Column, Number, Table, number
 from training_probe import paper
-from training_probe.grid import beyond_letters
+from training_probe.grid import adapters_said, beyond_letters
 from training_probe.paper import PaperRow, TableName
 from training_probe.report.layout import Remarks, exact, known, titled
 from training_probe.results import SHARED, CellResult
@@ -109,7 +109,7 @@ def _is_of(line: Line, result: CellResult) -> bool:
     searched = bool(result.search) or result.batch_size is None
     cell = (result.task, result.engine, result.method, result.seq_len, paper.model_name(result.model))
     sizes = result.grad_accum == result.tp == result.pp == result.cp == 1
-    plain = sizes and not result.compile and not beyond_letters(result)
+    plain = sizes and not result.compile and set(beyond_letters(result)) <= {"fp32-adapters"}  # the paper does not say
     return (
         cell == (row.task, row.engine, row.method, row.seq_len, row.model)
         and plain
@@ -272,6 +272,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
+    said = (adapters_said(each.engine, each.method, each.adapter_dtype) for each in results)
+    caption += dict.fromkeys(filter(None, said))
     table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
 

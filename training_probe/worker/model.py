@@ -239,9 +239,11 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
             task_type="CAUSAL_LM",
         )
     adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(torch.bfloat16)
+    dtype = torch.float32 if cell.wide_adapters else torch.bfloat16
     for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad and not parameter.is_meta:
-            parameter.data = draw(name, parameter.shape, seed, parameter.device)
+        if parameter.requires_grad:
+            drawn = parameter if parameter.is_meta else draw(name, parameter.shape, seed, parameter.device)
+            parameter.data = drawn.data.to(dtype)
     return adapted
 
 

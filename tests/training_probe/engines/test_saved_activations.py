@@ -29,7 +29,7 @@ def build(each: Cell, config: Any) -> Any:
         lora = peft.LoraConfig(
             r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.adapts), task_type="CAUSAL_LM"
         )
-        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=each.wide_adapters)
     elif each.letters.adapter == "PT":
         prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PROMPT_TOKENS)
         model = peft.get_peft_model(model, prompt).to(torch.bfloat16)
@@ -159,10 +159,13 @@ def test_fp8_keeps_what_bf16_keeps() -> None:
     "targets", [("q_proj",), ("q_proj", "v_proj"), ("o_proj",), ("down_proj",), ("k_proj", "o_proj", "down_proj"),
                 ("gate_proj", "up_proj"), LORA_TARGETS]
 )  # fmt: skip
-def test_lora_keeps_the_inputs_of_what_it_adapts(targets: tuple[str, ...], attention: str, model_type: str) -> None:
+@pytest.mark.parametrize("adapter_dtype", ["bf16", "fp32"])
+def test_lora_keeps_the_inputs_of_what_it_adapts(
+    adapter_dtype: str, targets: tuple[str, ...], attention: str, model_type: str
+) -> None:
     if model_type == "glm4" and targets == ("gate_proj", "up_proj"):
         pytest.skip("its gate and up are one layer of another name")
-    each = asked("L", attention, lora_rank=24, lora_targets=targets)
+    each = asked("L", attention, lora_rank=24, lora_targets=targets, adapter_dtype=adapter_dtype)
     _, predicted, kept = predicted_and_kept(each, model_type, {})
     assert predicted == pytest.approx(kept, rel=0.012 if model_type == "glm4" else 0.002)
 

@@ -48,12 +48,14 @@ SMALL_LORA = {"lora_rank": 8, "lora_alpha": 32, "lora_targets": ("q_proj", "v_pr
 EIGHT_BIT, CHUNKED, LIGER = {"adamw_8bit": True}, {"loss": "chunked"}, {"loss": "liger"}
 LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
 SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
+HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
 IN_CHUNKS = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("deepspeed", "L+Z3"), ("ddp", "PT")]
 BY_LIGER = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("ddp", "L")]
 LATER = [
     *((engine, method, SMALL_LORA) for engine, method in LORAS),
     *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
+    *((engine, method, HALVES) for engine, method in IN_HALVES),
     *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
     *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
     *((engine, method, LIGER) for engine, method in BY_LIGER),
@@ -271,6 +273,17 @@ def test_scales_may_be_quantized_or_not(trained: Trained, engine: str, method: s
     expected = trained.losses(tiny.cell(engine, method, gpus))
     found = trained.losses(tiny.cell(engine, method, gpus, double_quant=False))
     assert found == pytest.approx(expected, abs=SAME) and found != expected
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), IN_HALVES)
+def test_lora_in_bf16_begins_as_in_fp32_and_learns_about_as_much(
+    trained: Trained, engine: str, method: str, gpus: int
+) -> None:
+    """PEFT begins with a zero matrix, so that both begin with the model's own loss."""
+    expected = trained.losses(tiny.cell(engine, method, gpus))
+    found = trained.losses(tiny.cell(engine, method, gpus, **HALVES))
+    assert found[0] == expected[0] and found == pytest.approx(expected, abs=10 * AGREE) and found != expected
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -52,7 +52,7 @@ def _cell(row: dict[str, str]) -> Cell:
     more = {"attention": row["attention"]} if row["attention"] else {}
     return cell(
         row["method"], model=row["model"], task="finetune", engine=row["engine"], compile=bool(int(row["compile"])),
-        **sizes, **more,
+        adapter_dtype="bf16", **sizes, **more,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

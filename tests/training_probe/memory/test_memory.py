@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from backends import catalog
 from backends.decoder import ModelSpec
 from training_probe.flops import weights
-from training_probe.grid import Cell, cell
+from training_probe.grid import Cell, cell, settled
 from training_probe.llama_shape import known
 from training_probe.memory import Prediction, fits, largest_micro_batch, predict
 from training_probe.memory.layers import layer_bytes, uncounted
@@ -31,7 +31,7 @@ def spec(name: str) -> ModelSpec:
 
 
 def of(method: str, model: str = "7b", **more: Any) -> Prediction:
-    tasked = {"task": "finetune", **more} if method.startswith(("L", "QL", "PT")) else more
+    tasked = {"task": "finetune", "adapter_dtype": "bf16", **more} if method.startswith(("L", "QL", "PT")) else more
     return predict(cell(method, model=model, **tasked), spec(model))
 
 
@@ -114,10 +114,35 @@ def test_adapters_are_as_many_as_litgpt_counts() -> None:
     ],
 )
 def test_the_inputs_of_adapted_layers_alone_are_kept(targets: tuple[str, ...], whole: int, wide: int) -> None:
-    asked = cell("L+F", model="7b", lora_rank=8, lora_targets=targets)
+    asked = cell("L+F", model="7b", lora_rank=8, lora_targets=targets, adapter_dtype="bf16")
     (each,) = layer_bytes(asked, spec("7b"), 1)
     small = 4 * 2 + 4 * 32 + 2 * 8 * len(targets)  # deviations of norms, log-sum-exp, what goes from A to B
     assert each.kept == 350 * (whole * 4096 + wide * 11008 + small)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "ddp", "fsdp2"])
+def test_adapters_in_fp32_take_16_bytes_a_parameter(engine: str) -> None:
+    """Weights, gradients and AdamW's two moments of 4 bytes each. FSDP2 gathers them in bf16, and so keeps bf16
+    inputs; the others' adapters keep an fp32 copy of their own of each input, and none of bf16."""
+    method, trained = "L+F" if engine != "fsdp2" else "L+F+Z3", 39_976_960 * 4  # of all seven linear layers at rank 64
+    own = of(method, engine=engine, adapter_dtype="fp32")
+    last = own.moments[-1].name
+    weights_name = "parameters" if engine == "fsdp2" else "adapters"
+    states = [term(own, last, name) for name in (weights_name, "gradients", "optimizer states")]
+    assert states == [4 * trained, 4 * trained, 8 * trained]
+    halves = of(method, engine=engine, adapter_dtype="bf16")
+    kept = [each.moments[0] for each in (own, halves)]
+    wide, half = (next(t.bytes for t in moment.terms if t.name == "activations") for moment in kept)
+    inputs = 4 * (3 * 4096 + 4096 + 2 * 4096 + 11008) - 2 * (2 * 4096 + 11008)
+    more = 0 if engine == "fsdp2" else 32 * 350 * (inputs + 7 * 64 * 2)
+    assert wide - half == more
+
+
+def test_zero_has_bf16_adapters_with_fp32_masters_either_way() -> None:
+    asked = [cell("L+Z2", model="7b", adapter_dtype=dtype) for dtype in (None, "bf16", "fp32")]
+    assert asked[0] == asked[1] == settled(asked[2])[0] and "keeps fp32 masters" in settled(asked[2])[1][0]
+    assert cell("L", model="7b").adapter_dtype == cell("L+Z3", model="7b", engine="fsdp2").adapter_dtype == "fp32"
+    assert cell("Z2", model="7b").adapter_dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +191,7 @@ def test_activations_of_a_layer() -> None:
         ("Naive", {"attention": "math"}, 30, 8, 4),
         ("RS", {}, 24, 8, 0),
         ("R", {}, 2, 0, 0),
-        ("L", {}, 20, 8, 6),
+        ("L", {"adapter_dtype": "bf16"}, 20, 8, 6),
         ("Q", {}, 18, 6, 6),
         ("Q+F", {}, 20, 6, 0),
     ]:
