@@ -4,6 +4,7 @@
     python benchmarks/gpu_operators.py OUT.csv --kinds gemm_fp8 layer attention_fp8 experts chunks --seconds 230
     python benchmarks/gpu_operators.py OUT.csv --kinds served       # attention of rows as a server runs it, 80 s
     python benchmarks/gpu_operators.py OUT.csv --kinds partial      # products that do not fill a kernel's tiles
+    python benchmarks/gpu_operators.py OUT.csv --kinds latent windows head norms experts --seconds 100  # other models
     python benchmarks/gpu_operators.py OUT.csv --ranks 4  # all-reduces among 4 GPUs; NCCL_P2P_DISABLE=1 is honoured
 
 One line an operator: kind, sizes, median microseconds. Every measurement is a CUDA graph of many launches over buffers
@@ -51,10 +52,26 @@ PARTIAL_TOKENS = (  # each below, at or beyond a multiple of 128 or 256
     200, 160, 130, 450, 1828, 2049, 2048, 2300, 4100, 4096, 8192, 8000,
 )  # fmt: skip
 EXPERTS = {  # (experts, chosen, hidden, width of an expert)
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+    "glm-4.5-air": (128, 8, 4096, 1408),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
     "mixtral-8x7b at TP 2": (8, 2, 4096, 7168),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "qwen3-235b-a22b at TP 4": (128, 8, 4096, 384),
     "gpt-oss-120b": (128, 4, 2880, 2880),
+}
+LATENT = (512, 64, 128, 128)  # of DeepSeek's: rank, rotary, other values of a head's query and key, its values
+WINDOWED = {  # heads, KV heads, values of a head, window
+    "gemma-3-12b": (16, 8, 256, 1024),
+    "gemma-3-27b": (32, 16, 128, 1024),
+    "gpt-oss-20b": (64, 8, 64, 128),
+}
+HEADS = {  # words, hidden
+    "qwen3-8b": (151936, 4096),
+    "gemma-3-12b": (262208, 3840),
+    "phi-4": (100352, 5120),
+    "deepseek-v2-lite": (102400, 2048),
+    "gpt-oss-20b": (201088, 2880),
 }
 L2_BYTES = 256 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,21 +199,22 @@ def products_fp8(tokens: int, n: int, k: int, ops: Any, by_torch: bool = True) -
 def paged(
     queries: list[int],
     contexts: list[int],
-    heads: int,
-    kv: int,
+    shape: tuple[int, ...],
     fp8: bool = False,
     as_served: bool = False,
     scattered: bool = True,
 ) -> float:
-    """Microseconds of FlashAttention 3 over a cache of 16-token blocks. fp8: cache and queries in 8-bit floats.
+    """Microseconds of FlashAttention 3 over a cache of 16-token blocks. shape: query heads and KV heads; then, where
+    they are not 128 and all, the values of a head and the keys that a query sees. fp8: cache and queries in 8 bits.
     as_served: the kernel's tiles are planned before, as vLLM does once for all layers of a step, and each launch has a
     cache of its own, as each layer has. scattered: a sequence has any blocks, and not one after the other."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
+    heads, kv, width, window = (*shape, 128, 0)[:4] if len(shape) == 2 else shape
     blocks = [-(-context // 16) for context in contexts]
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    size = (2, sum(blocks), 16, kv, 128)
-    copies = max(1, min(8, L2_BYTES // (2 * sum(blocks) * 16 * kv * 128 * dtype.itemsize))) if as_served else 1
+    size = (2, sum(blocks), 16, kv, width)
+    copies = max(1, min(8, L2_BYTES // (2 * sum(blocks) * 16 * kv * width * dtype.itemsize))) if as_served else 1
     caches = [torch.randn(*size, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
     order = (torch.randperm if scattered else torch.arange)(sum(blocks), device="cuda", dtype=torch.int32)
     table = torch.zeros(len(blocks), max(blocks), device="cuda", dtype=torch.int32)
@@ -204,8 +222,9 @@ def paged(
     for row, count in enumerate(blocks):
         table[row, :count] = order[at : at + count]
         at += count
-    q = torch.randn(sum(queries), heads, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(sum(queries), heads, width, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
+    window_size = (window - 1, 0) if window else (-1, -1)
     starts = torch.tensor([0, *queries], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     used = torch.tensor(contexts, device="cuda", dtype=torch.int32)
     given: dict[str, Any] = {}
@@ -216,14 +235,15 @@ def paged(
     if as_served:
         given["scheduler_metadata"] = get_scheduler_metadata(
             batch_size=len(queries), max_seqlen_q=max(queries), max_seqlen_k=max(contexts), num_heads_q=heads,
-            num_heads_kv=kv, headdim=128, cache_seqlens=used, qkv_dtype=dtype, cu_seqlens_q=starts, page_size=16,
-            causal=True,
+            num_heads_kv=kv, headdim=width, cache_seqlens=used, qkv_dtype=dtype, cu_seqlens_q=starts, page_size=16,
+            causal=True, window_size=window_size,
         )  # fmt: skip
 
     def launch(cache: torch.Tensor) -> object:
         return flash_attn_varlen_func(
             q=q, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=max(queries), seqused_k=used,
-            max_seqlen_k=max(contexts), softmax_scale=128**-0.5, causal=True, block_table=table, fa_version=3, **given,
+            max_seqlen_k=max(contexts), softmax_scale=width**-0.5, causal=True, block_table=table, fa_version=3,
+            window_size=list(window_size), **given,
         )  # fmt: skip
 
     return timed_us([partial(launch, caches[place % copies]) for place in range(8)])
@@ -235,10 +255,10 @@ def attention() -> Iterator[Row]:
         for batch in (1, 4, 16, 64, 128, 256, 512, 900):
             for context in (256, 512, 600, 1024, 2048):
                 if batch * context * kv * 512 < 24e9:
-                    took = paged([1] * batch, [context] * batch, heads, kv)
+                    took = paged([1] * batch, [context] * batch, (heads, kv))
                     yield "decode", f"b={batch};c={context};h={heads};kv={kv}", took
         for count, length in ((1, 128), (1, 512), (4, 512), (15, 512), (1, 2048), (4, 2048)):
-            took = paged([length] * count, [length] * count, heads, kv)
+            took = paged([length] * count, [length] * count, (heads, kv))
             yield "prefill", f"b={count};q={length};h={heads};kv={kv}", took
 
 
@@ -247,11 +267,11 @@ def attention_fp8() -> Iterator[Row]:
     for batch, context in itertools.product((1, 16, 128, 512, 64, 256), (512, 2048, 1024, 8192)):
         for heads, kv in ((32, 32), (32, 8), (64, 8), (8, 1)):
             if batch * context * kv * 512 < 24e9:
-                took = paged([1] * batch, [context] * batch, heads, kv, fp8=True)
+                took = paged([1] * batch, [context] * batch, (heads, kv), fp8=True)
                 yield "decode_fp8", f"b={batch};c={context};h={heads};kv={kv}", took
     for heads, kv in ((32, 8), (32, 32), (64, 8)):
         for count, length in ((1, 512), (4, 512), (15, 512), (1, 2048), (4, 2048)):
-            took = paged([length] * count, [length] * count, heads, kv, fp8=True)
+            took = paged([length] * count, [length] * count, (heads, kv), fp8=True)
             yield "prefill_fp8", f"b={count};q={length};h={heads};kv={kv}", took
 
 
@@ -268,7 +288,7 @@ def served() -> Iterator[Row]:
         name = ("mixed" if prefills else "decode") + ("_fp8" if fp8 else "")
         prompt = f"p={prefills};q={length};" if prefills else ""
         for scattered in (False, True) if context == 900 and not prefills else (False,):
-            took = paged(queries, seen, heads, kv, fp8, as_served=True, scattered=scattered)
+            took = paged(queries, seen, (heads, kv), fp8, as_served=True, scattered=scattered)
             blocks = "scattered" if scattered else "in_order"
             yield name, f"b={decodes};c={context};{prompt}h={heads};kv={kv};blocks={blocks}", took
 
@@ -277,11 +297,115 @@ def chunks() -> Iterator[Row]:
     """16 bit: prompts after tokens that are cached already, and long contexts."""
     for heads, kv in ((32, 8), (32, 32), (64, 8)):
         for new, cached in itertools.product((512, 2048, 8192), (0, 2048, 8192, 32768)):
-            yield "chunk", f"b=1;q={new};c={cached};h={heads};kv={kv}", paged([new], [new + cached], heads, kv)
+            yield "chunk", f"b=1;q={new};c={cached};h={heads};kv={kv}", paged([new], [new + cached], (heads, kv))
         for batch, context in ((1, 4096), (16, 4096), (64, 4096), (1, 16384), (16, 16384), (64, 16384), (1, 65536)):
             if batch * context * kv * 512 < 24e9:
-                took = paged([1] * batch, [context] * batch, heads, kv)
+                took = paged([1] * batch, [context] * batch, (heads, kv))
                 yield "decode", f"b={batch};c={context};h={heads};kv={kv}", took
+
+
+def latent() -> Iterator[Row]:
+    """Latent attention: absorbed, where all heads share one latent (rows, and prompts of up to 512 tokens); and with
+    keys and values of each head (longer prompts)."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    _, rope, nope, value = LATENT
+    for heads in (16, 128):
+        for batch, context in itertools.product((1, 16, 64, 128, 256), (300, 1024, 4096)):
+            yield "latent_decode", f"b={batch};c={context};h={heads}", absorbed([1] * batch, [context] * batch, heads)
+        for queries, decodes in (([64], 0), ([256], 0), ([512], 0), ([300] * 8, 0), ([256], 48), ([512], 48)):
+            seen = [*queries, *[1024] * decodes]
+            sizes = f"b={decodes};c=1024;p={len(queries)};q={queries[0]};h={heads}"
+            yield "latent_short", sizes, absorbed([*queries, *[1] * decodes], seen, heads)
+        for count, length in ((1, 600), (1, 1024), (8, 1024), (1, 3000), (2, 3000), (1, 8192)):
+            tokens = count * length
+            q, k = (torch.randn(tokens, heads, nope + rope, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            v = torch.randn(tokens, heads, value, device="cuda", dtype=torch.bfloat16)
+            starts = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
+            attend = partial(
+                flash_attn_varlen_func, q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length,
+                max_seqlen_k=length, softmax_scale=(nope + rope) ** -0.5, causal=True, fa_version=3,
+            )  # fmt: skip
+            yield "latent_prefill", f"b={count};q={length};h={heads}", timed_us([attend] * 4)
+
+
+def absorbed(queries: list[int], contexts: list[int], heads: int) -> float:
+    """Microseconds of FlashAttention 3 over latents in blocks of 16 tokens, as vLLM's FLASH_ATTN_MLA runs it."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    rank, rope, nope, _ = LATENT
+    blocks = [-(-context // 16) for context in contexts]
+    copies = max(1, min(8, L2_BYTES // (sum(blocks) * 16 * (rank + rope) * 2)))
+    size = (sum(blocks), 16, 1, rank + rope)
+    caches = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    table = torch.zeros(len(blocks), max(blocks), device="cuda", dtype=torch.int32)
+    at = 0
+    for row, count in enumerate(blocks):
+        table[row, :count] = torch.arange(at, at + count, device="cuda", dtype=torch.int32)
+        at += count
+    starts = torch.tensor([0, *queries], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    used = torch.tensor(contexts, device="cuda", dtype=torch.int32)
+    q, q_v = (torch.randn(sum(queries), heads, width, device="cuda", dtype=torch.bfloat16) for width in (rope, rank))
+    planned = get_scheduler_metadata(
+        batch_size=len(queries), max_seqlen_q=max(queries), max_seqlen_k=max(contexts), num_heads_q=heads,
+        num_heads_kv=1, headdim=rope, cache_seqlens=used, qkv_dtype=torch.bfloat16, headdim_v=rank,
+        page_size=16, cu_seqlens_q=starts, causal=True,
+    )  # fmt: skip
+
+    def launch(cache: torch.Tensor) -> object:
+        return flash_attn_varlen_func(
+            q=q, k=cache[..., rank:], v=cache[..., :rank], q_v=q_v, max_seqlen_q=max(queries), cu_seqlens_q=starts,
+            max_seqlen_k=max(contexts), seqused_k=used, block_table=table, softmax_scale=(nope + rope) ** -0.5,
+            causal=True, fa_version=3, scheduler_metadata=planned,
+        )  # fmt: skip
+
+    return timed_us([partial(launch, caches[place % copies]) for place in range(8)])
+
+
+def windows() -> Iterator[Row]:
+    """Attention with a window and without, of heads that are as wide as those of these models."""
+    for (heads, kv, width, window), seen in itertools.product(WINDOWED.values(), (True, False)):
+        shape = heads, kv, width, window if seen else 0
+        sizes = f"h={heads};kv={kv};d={width};w={window if seen else 0}"
+        for batch, context in itertools.product((1, 16, 64, 256), (300, 1024, 3000)):
+            took = paged([1] * batch, [context] * batch, shape, as_served=True, scattered=False)
+            yield "window_decode", f"b={batch};c={context};{sizes}", took
+        for count, length in ((1, 512), (1, 1024), (8, 1024), (1, 3000), (2, 3000), (1, 8192)):
+            took = paged([length] * count, [length] * count, shape, as_served=True, scattered=False)
+            yield "window_prefill", f"b={count};q={length};{sizes}", took
+
+
+def head() -> Iterator[Row]:
+    """The product over all words, and what makes tokens of logits where the temperature is 0."""
+    for words, hidden in HEADS.values():
+        yield from products((1, 8, 48, 120, 256), words, hidden)
+        for rows in (1, 48, 256):
+            logits = torch.randn(rows, words, device="cuda", dtype=torch.bfloat16)
+            yield "argmax", f"t={rows};n={words}", timed_us([lambda x=logits: x.float().argmax(-1)] * 8)
+
+
+def norms() -> Iterator[Row]:
+    """Norms of each head's query and key with rotary positions, as torch.compile makes them; norms of a layer by
+    vLLM's own kernel."""
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+    def queries_and_keys(
+        x: torch.Tensor, angles: torch.Tensor, of_q: torch.Tensor, of_k: torch.Tensor, heads: int, kv: int
+    ) -> torch.Tensor:
+        q, k = x[:, : heads * 128].view(-1, heads, 128), x[:, heads * 128 :][:, : kv * 128].view(-1, kv, 128)
+        both = torch.cat((normed(q, of_q), normed(k, of_k)), 1)
+        return rotated(both.flatten(1), angles, heads + kv)
+
+    compiled = torch.compile(queries_and_keys, backend="inductor" if DEVICE == "cuda" else "eager")
+    for tokens, (heads, kv) in rehearsed(itertools.product((1, 48, 512, 2048, 8192), ((32, 8), (64, 8), (32, 4)))):
+        x = torch.randn(tokens, (heads + 2 * kv) * 128, device=DEVICE, dtype=torch.bfloat16)
+        angles = torch.randn(tokens, 128, device=DEVICE, dtype=torch.bfloat16)
+        weight = torch.ones(128, device=DEVICE, dtype=torch.bfloat16)
+        run = partial(compiled, x, angles, weight, weight, heads, kv)
+        yield "qk_norm_rope", f"t={tokens};q={heads};kv={kv};by=inductor", timed_us([run] * 8)
 
 
 def elementwise() -> Iterator[Row]:
@@ -492,7 +616,7 @@ def all_reduces(rank: int, ranks: int) -> Iterator[Row]:
 KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "gemm": gemms, "elementwise": elementwise, "attention": attention,
     "gemm_fp8": gemms_fp8, "layer": layer, "attention_fp8": attention_fp8, "experts": experts, "chunks": chunks,
-    "served": served, "partial": partial_tiles,
+    "served": served, "partial": partial_tiles, "latent": latent, "windows": windows, "head": head, "norms": norms,
 }  # fmt: skip
 
 
