@@ -450,6 +450,18 @@ class ModelSpec:
         return sum(kind.count for kind in self.kinds)
 
     @property
+    def architecture(self) -> str:
+        """Its class, by the operators that a server runs for it."""
+        attentions = [kind.attention for kind in self.kinds]
+        others = (
+            ("latent attention", any(isinstance(each, LatentAttention) for each in attentions)),
+            ("linear attention", any(isinstance(each, Recurrent) and each.heads for each in attentions)),
+            ("windows", any(each.window is not None for each in attentions)),
+        )
+        mlp = "mixture" if any(kind.mlp.experts > 1 for kind in self.kinds) else "dense"
+        return " with ".join([mlp, *filter(None, [" and ".join(name for name, has in others if has)])])
+
+    @property
     def parameters(self) -> int:
         """Parameters in memory."""
         return self._parameters(active=False)

@@ -36,7 +36,7 @@ from loadgen.report.schema import (
     Window,
 )
 from loadgen.rundir import Manifest
-from loadgen.rundir.emulation import Emulation, HeldOut
+from loadgen.rundir.emulation import Emulation, HeldOut, kind_of_load
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.steady.window import Estimate
 
@@ -85,9 +85,21 @@ def known(value: T | UnsetType) -> T | None:
 
 
 def _held_out(report: Report) -> Sequence[HeldOut]:
-    """The errors that apply to the numbers of this run: none where it was not at the hardware's own speed."""
+    """The errors that apply to the numbers of this run: of the same kind of load, and none where it was not at the
+    hardware's own speed."""
     emulation = report.emulation
-    return () if emulation is None or emulation.speed != 1 else emulation.held_out
+    if emulation is None or emulation.speed != 1:
+        return ()
+    return of_load(emulation.held_out, _kind_of_load(report)) if emulation.architecture else emulation.held_out
+
+
+def of_load(held_out: Iterable[HeldOut], load: str) -> tuple[HeldOut, ...]:
+    """Those of such a load, as of `kind_of_load`."""
+    return tuple(run for run in held_out if run.load == load)
+
+
+def _kind_of_load(report: Report) -> str:
+    return kind_of_load(report.arrival, (report.tokens.prompt or 0) / max(report.requests.ok, 1))
 
 
 def economics_lines(told: Economics) -> Iterator[str]:
@@ -134,6 +146,7 @@ def summary_lines(report: Report) -> list[str]:
     requests, throughput = report.requests, report.throughput
     held_out = _held_out(report)
     lines = [
+        *map(escaped, _held_out_lines(report, judged=False)),
         f"Requests: {number(requests.ok)} ok, {not_ok(requests)}"
         + (f", {number(requests.planned)} planned" if requests.planned is not None else "")
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
@@ -185,7 +198,7 @@ def summary_lines(report: Report) -> list[str]:
     lines += _stamp_lines(report.stamps)
     if report.gpus is not None:
         lines += _gpu_lines(report.gpus)
-    return [*lines, *map(escaped, _emulation_lines(report.emulation))]
+    return [*lines, *map(escaped, _emulation_lines(report))]
 
 
 def _length_lines(report: Report) -> Iterator[str]:
@@ -340,8 +353,9 @@ def launch_line(launch: LaunchFacts) -> str:
     return f"Started: {'; '.join(parts)}."
 
 
-def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
-    """What was modelled, and how far off the same model was on real runs that it had not seen."""
+def _emulation_lines(report: Report) -> Iterator[str]:
+    """What was modelled, and how far off the same model was on real runs like this one that it had not seen."""
+    emulation = report.emulation
     if emulation is None:
         return
     yield (
@@ -357,20 +371,38 @@ def _emulation_lines(emulation: Emulation | None) -> Iterator[str]:
         changed = f"{speed:g} times shorter" if speed > 1 else f"{1 / speed:g} times longer"
         yield f"Speed: times here are {changed} than modelled, and rates as much the other way (--speed {speed:g})."
     else:
-        yield from held_out_lines(emulation.held_out)
+        yield from _held_out_lines(report, judged=True)
     if emulation.profile_assumed:
-        errors = " and these errors" if emulation.held_out and speed == 1 else ""
-        yield f"The software's times{errors} are of {', '.join(emulation.profile_gpus)}; assumed here."
+        yield f"The software's times are of {', '.join(emulation.profile_gpus)}; assumed here."
 
 
-def held_out_lines(held_out: Sequence[HeldOut], where: str = "") -> Iterator[str]:
-    """How far off a profile was on runs that it was not fitted to; `where`: on which of them, after their number."""
-    if not held_out:
-        yield "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
+def _held_out_lines(report: Report, judged: bool) -> Iterator[str]:
+    """Of a prediction the line of its errors, where there are any as `judged` says: none goes before all numbers."""
+    emulation, held_out = report.emulation, _held_out(report)
+    if emulation is None or emulation.speed != 1 or bool(held_out) != judged:
         return
+    which = ""  # an older manifest does not tell them apart
+    if emulation.architecture:
+        which = like(emulation.architecture, _kind_of_load(report), emulation.gpu, emulation.quantization)
+    yield held_out_line(held_out, which, max(emulation.held_out_of, len(emulation.held_out)))
+
+
+def like(architecture: str, load: str, gpu: str, quantization: str | None) -> str:
+    """Runs that a prediction's errors may be of, as words after their number."""
+    weights = "" if quantization is None else f", weights in {quantization}"
+    return f" of its kind ({architecture}, {load}, {gpu}{weights})"
+
+
+def held_out_line(held_out: Sequence[HeldOut], which: str, of: int) -> str:
+    """How far off a profile was on runs that it was not fitted to. which: of them, as of `like`; of: how many there are
+    of all kinds."""
+    if not of:
+        return "Held out: no real run was kept aside for this profile, so nobody knows how far off these numbers are."
+    if not held_out:
+        return f"Held out: of {of} real runs none is{which}, so nobody knows how far off these numbers are."
     errors = ", ".join(f"{what} {_off(held_out, name)}" for name, what in HELD_OUT.items())
-    runs = f"{len(held_out)} real runs{where}"
-    yield f"Held out: off by, median and at worst of {runs} that it was not fitted to: {errors}."
+    runs = f"{len(held_out)} real run{'' if len(held_out) == 1 else 's'}{which}"
+    return f"Held out: off by, median and at worst of {runs} that it was not fitted to: {errors}."
 
 
 # errors of a profile: throughput as a ratio, latencies as the distance of distributions (Wasserstein-1 over the mean)

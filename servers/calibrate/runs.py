@@ -27,7 +27,7 @@ from loadgen import models, rundir
 from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.load.arrivals import parse_streams
 from loadgen.rundir import records
-from loadgen.rundir.emulation import HeldOut
+from loadgen.rundir.emulation import HeldOut, kind_of_load
 from loadgen.server import embedded
 from servers.simulator import hardware, virtual
 from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
@@ -35,6 +35,7 @@ from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
 Floats = npt.NDArray[np.float64]
 Dtype = Literal["float16", "bfloat16", "float32"]
 FEWEST = 20  # requests
+AT_ONCE = 0.1  # of a run: where all were sent within it, they came as a burst
 MOST_CACHED = 0.01  # of a run's prompt tokens
 RECORD_FILES = (".jsonl", ".jsonl.gz")
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+[a-z]*?)(x\d+)?_(?P<model>\d+b)(?:_|\.)")
@@ -112,6 +113,14 @@ class Observed:
     def e2el_s(self) -> Floats:
         return self.end_s - self.send_s
 
+    @property
+    def kind_of_load(self) -> str:
+        if self.concurrency is not None:
+            arrival = f"concurrency:{self.concurrency}"
+        else:
+            arrival = "burst" if self.send_s.max() < AT_ONCE * self.end_s.max() else "open"
+        return kind_of_load(arrival, float(self.prompt.mean()))
+
     @functools.cached_property
     def emulated(self) -> Emulated:
         return emulate(self.setup)
@@ -149,6 +158,8 @@ class Predicted:
             tpot_w1=_w1(_tpot_s(self, seen.output), _tpot_s(seen, seen.output)),
             gpu=seen.setup.gpu,
             quantization=seen.setup.quantization or seen.setup.model.quantization,
+            architecture=seen.setup.model.architecture,
+            load=seen.kind_of_load,
         )
 
 

@@ -20,6 +20,7 @@ from loadgen.load import arrivals as schedule
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Load
 from loadgen.load.sessions import Turns
+from loadgen.rundir.emulation import kind_of_load
 from loadgen.search.objective import METRICS
 from loadgen.steady.keeping_up import Flow, KeepingUp, judge
 from servers.schedulers import Rejected, Sequence
@@ -91,6 +92,11 @@ class Demand:
             at_s = self.load.due_ns()[:most] / 1e9 * trace_rate(self.load)
         shapes = self.load.shapes()
         return [Arrival(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(at_s.tolist())]
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """The kind of its load, as errors of predictions are told by."""
+        return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.arrivals])))
 
     @property
     def what(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from backends import catalog
 from backends.decoder import ModelSpec
 from backends.untrusted import escaped
+from loadgen import models
 from loadgen.document import terminal
 from loadgen.document.content import Column, Table, number
 from loadgen.document.terminal import WIDEST
@@ -54,8 +55,9 @@ class Plan:
         return len({each.max_running for each in self.candidates}) > 1
 
     def held_out(self, row: Row) -> tuple[HeldOut, ...]:
-        """The real runs on the row's GPU with weights in its format that the profile was not fitted to."""
-        return self.profile.held_out_on(row.candidate.gpu, row.emulated.facts.quantization)
+        """The real runs like the row's that the profile was not fitted to: of such a load on its GPU, of models of its
+        class with weights in its format."""
+        return text.of_load(row.emulated.facts.held_out, self.demand.kind)
 
 
 def render(plan: Plan) -> str:
@@ -277,21 +279,15 @@ def _reliability(plan: Plan) -> Iterator[str]:
 
 
 def _held_out_lines(plan: Plan) -> Iterator[str]:
-    """A line for each GPU and format in the table, or for the GPUs that were looked at where there is none."""
-    seen = [(row.candidate.gpu, row.emulated.facts.quantization) for row in plan.rows]
-    unknown: dict[str | None, list[str]] = {}
-    for gpu, name in dict.fromkeys(seen or [(each.gpu, each.quantization) for each in plan.candidates]):
-        held_out = plan.profile.held_out_on(gpu, name)
-        if held_out:
-            yield from text.held_out_lines(held_out, f" on {gpu}" + ("" if name is None else f" in {name}"))
-        else:
-            unknown.setdefault(name, []).append(gpu)
-    if unknown:
-        places = [
-            ("" if name is None else f"with weights in {name} ") + f"on {', '.join(gpus)}"
-            for name, gpus in unknown.items()
-        ]
-        yield f"Held out: none measured {'; '.join(places)}: nobody knows how far off those rows are."
+    """A line for each GPU, format and class of models: of the rows, or where there is none of all that was asked."""
+    seen = [(row.emulated.facts.architecture, row.candidate.gpu, row.emulated.facts.quantization) for row in plan.rows]
+    asked = [
+        (models.find(each.model).described().architecture, each.gpu, each.quantization) for each in plan.candidates
+    ]
+    load, profile = plan.demand.kind, plan.profile
+    for architecture, gpu, quantization in dict.fromkeys(seen or asked):
+        held_out = text.of_load(profile.held_out_on(gpu, quantization, architecture), load)
+        yield text.held_out_line(held_out, text.like(architecture, load, gpu, quantization), len(profile.held_out))
 
 
 def _near_limits(plan: Plan) -> Iterator[str]:

@@ -21,7 +21,7 @@ from backends.exit_codes import UserError
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
-from servers.schedulers import Rejected, Scheduler, Sequence
+from servers.schedulers import Rejected, Scheduler, Sequence, Step
 from servers.schedulers.groups import BLOCK_TOKENS, Groups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
 from servers.schedulers.sglang import Sglang
@@ -37,6 +37,7 @@ from servers.simulator.reserve import ASSUMED_BYTES, SGLANG_BYTES, reserved_byte
 
 GIB = 1 << 30
 HOST_GPUS = 8  # the most that one host has; beyond, nothing is measured
+DOUBTED_ROWS, DOUBTED_CONTEXT = 64, 1000  # of the step whose range is told where operators were never measured
 
 
 class EmulationError(UserError):
@@ -62,10 +63,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     reductions: str = ""  # over which topology its reductions were fitted; elsewhere they cost what was measured alone
     source: str = ""
 
-    def held_out_on(self, gpu: str, quantization: str | None) -> tuple[HeldOut, ...]:
-        """Its held-out runs on that GPU, by any of its names, with weights in that format."""
-        card = hardware.find(gpu)
-        runs = [run for run in self.held_out if run.quantization == quantization]
+    def held_out_on(self, gpu: str, quantization: str | None, architecture: str) -> tuple[HeldOut, ...]:
+        """Its held-out runs on that GPU, by any of its names, of models of that class with weights in that format."""
+        card, asked = hardware.find(gpu), (quantization, architecture)
+        runs = [run for run in self.held_out if (run.quantization, run.architecture) == asked]
         return tuple(run for run in runs if (name := _gpu_of(run)) is not None and _same(card, gpu, name))
 
     def overheads_over(self, topology: str) -> Overheads:
@@ -340,22 +341,14 @@ def emulate(setup: Setup) -> Emulated:
     room = usable - setup.model.serving_bytes(precision, tp, 0, reserve(precision, tp))
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
+    overheads = _overheads(setup, settings, tp, topology, profile)
+    cost = StepCost(routed(setup.model, setup.expert_imbalance), gpu, tp, link, precision, overheads)
+    facts = _facts(setup, gpu, tp, topology, kv_tokens, profile)
+    notes = (*facts.notes, *_unmeasured(cost, gpu))
     emulated = Emulated(
-        setup=setup,
-        tp=tp,
-        kv_tokens=kv_tokens,
-        cost=StepCost(
-            routed(setup.model, setup.expert_imbalance),
-            gpu,
-            tp,
-            link,
-            precision,
-            _overheads(setup, settings, tp, topology, profile),
-        ),
-        profile=profile,
-        settings=settings,
-        facts=_facts(setup, gpu, tp, topology, kv_tokens, profile),
-    )
+        setup=setup, tp=tp, kv_tokens=kv_tokens, cost=cost, profile=profile, settings=settings,
+        facts=msgspec.structs.replace(facts, notes=notes),
+    )  # fmt: skip
     _try_scheduler(emulated)
     return emulated
 
@@ -417,7 +410,8 @@ def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, Any]) -> 
 
 def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profile: Profile) -> Emulation:
     measured = _measured(profile)
-    precision = setup.precision()
+    precision, architecture = setup.precision(), setup.model.architecture
+    quantization = None if precision.quantization is None else precision.quantization.name
     return Emulation(
         scheduler=setup.scheduler,
         gpu=gpu.name,
@@ -425,7 +419,7 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         topology=topology,
         tensor_parallel=tp,
         dtype=setup.dtype,
-        quantization=None if precision.quantization is None else precision.quantization.name,
+        quantization=quantization,
         kv_cache_dtype=setup.kv_cache_dtype,
         kv_cache_tokens=kv_tokens,
         max_running=setup.max_running,
@@ -435,7 +429,9 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         gpu_error=gpu.error,
         profile_gpus=measured,
         profile_assumed=bool(measured) and not any(_same(gpu, setup.gpu, name) for name in measured),
-        held_out=profile.held_out,
+        held_out=profile.held_out_on(setup.gpu, quantization, architecture),
+        held_out_of=len(profile.held_out),
+        architecture=architecture,
         notes=(*_notes(setup, tp, kv_tokens), *_assumptions(setup, gpu)),
         prefix_caching=setup.prefix_caching,
     )
@@ -465,17 +461,30 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
         yield _routing_note(setup, arithmetic(gpu, precision))
     if precision.kv_cache_dtype not in ("auto", *gpu.attentions):
         yield f"a KV cache in {precision.kv_cache_dtype} is assumed to be read at the efficiency of 16 bit."
-    if any(isinstance(kind.attention, LatentAttention) for kind in setup.model.kinds):
-        yield "latent attention was not measured: assumed as fast as grouped-query attention for its bytes and FLOPs."
     grouped = _groups(setup, _settings(setup, gpu), 1) is not None
     if any(kind.attention.window is not None for kind in setup.model.kinds) and not grouped:
         yield "layers with a window are taken to keep every token in the KV cache here."
-    if setup.model.state_bytes(precision):
-        yield "linear attention was not measured: assumed to take what its products and its state's bytes take."
-        if not grouped:
-            yield "the state that each request holds of it is not counted in the KV cache here."
+    if setup.model.state_bytes(precision) and not grouped:
+        yield "the state that each request holds of its linear attention is not counted in the KV cache here."
     if any(isinstance(kind.attention, LatentAttention) and kind.attention.index_heads for kind in setup.model.kinds):
         yield "sparse attention is taken to read every token here."
+
+
+def _unmeasured(cost: StepCost, gpu: Gpu) -> Iterator[str]:
+    """What a step may take where it has operators that nobody measured, one sentence."""
+    operators = cost.unmeasured_s(DOUBTED_ROWS, DOUBTED_CONTEXT)
+    if operators:
+        decoding = [Sequence(number, DOUBTED_CONTEXT, 1) for number in range(DOUBTED_ROWS)]
+        step = Step(decoding, DOUBTED_ROWS, DOUBTED_ROWS * DOUBTED_CONTEXT)
+        assumed_s, doubted_s = cost(step), sum(operators.values())
+        low_ms, likely_ms, high_ms = (
+            1e3 * each for each in (assumed_s - doubted_s / 2, assumed_s, assumed_s + doubted_s)
+        )
+        yield (
+            f"never measured on {gpu.name}: {', '.join(operators)}; a step of {DOUBTED_ROWS} rows that decode at "
+            f"{DOUBTED_CONTEXT} tokens takes {likely_ms:.1f} ms as assumed by bytes and FLOPs, and {low_ms:.1f} to "
+            f"{high_ms:.1f} if that takes half or twice as long."
+        )
 
 
 def _routing_note(setup: Setup, how: Arithmetic) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -385,6 +385,30 @@ class StepCost:
             all_reduce=all_reduce, head=head, waiting=max(0.0, self._floor - layers_s - head - attention),
             software=self._software_s(step),
         )  # fmt: skip
+
+    def unmeasured_s(self, rows: int, context: int) -> dict[str, float]:
+        """By name the operators that nobody measured on such a GPU: seconds of a step in which so many rows decode at
+        that context each."""
+        seconds: dict[str, float] = {}
+        for kind in self._model.kinds:
+            for name, each_s in self._unmeasured_s(kind, rows, context):
+                seconds[name] = seconds.get(name, 0.0) + kind.count * each_s
+        return seconds
+
+    def _unmeasured_s(self, kind: Layers, rows: int, context: int) -> Iterator[tuple[str, float]]:
+        """Of one layer."""
+        heads, decode = kind.attention, self._attention.decode
+        if isinstance(heads, Recurrent) and heads.heads:
+            yield "linear attention", rows * self._row_s(decode, heads)
+        elif isinstance(heads, LatentAttention):
+            read_s = self._context_s(kind, decode) / kind.count
+            sparse = "sparse latent" if heads.index_heads else "latent"
+            yield (
+                f"{sparse} attention",
+                decode.launch_us * 1e-6 + rows * (self._row_s(decode, heads) + context * read_s),
+            )
+        if kind.mlp.experts > 1 and self._quantized.experts is None:
+            yield "group products of experts", self.experts_s(kind.mlp, rows, kind.mlp.matrices - 1)
 
     def gemm_s(self, rows: float, n: float, k: float, weights: float = 1, numbers: Arithmetic | None = None) -> float:
         """Seconds for rows x k times k x n; with several weights all in one launch, each with a share of the rows.

@@ -56,7 +56,7 @@ def test_real_runs_that_the_profile_was_not_fitted_to(run: str, makespan: float,
 
 
 def check_as_shipped(kept: HeldOut, error: HeldOut) -> None:
-    facts = ("run", "gpu", "quantization")
+    facts = ("run", "gpu", "quantization", "architecture", "load")
     assert [getattr(kept, name) for name in facts] == [getattr(error, name) for name in facts]
     for name in set(kept.__struct_fields__) - set(facts):
         assert getattr(kept, name) == pytest.approx(getattr(error, name), rel=1e-6)

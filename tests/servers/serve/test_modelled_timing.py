@@ -267,6 +267,34 @@ def test_gpus_of_a_profile_are_those_of_its_runs(tmp_path: Path, runs: list[str]
     assert facts.profile_assumed is (measured == ["h100"])
 
 
+def test_a_prediction_without_errors_of_its_kind_says_so_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no error of other models stands beside a number."""
+    out = tmp_path / "run"
+    predicted(capsys, out, "--gpu", "h200", "--model", "deepseek-v3", "--gpus", "8")
+    page = (out / "report.md").read_text()
+    told = page.index("Held out: of 61 real runs none is of its kind (mixture with latent attention, burst, ")
+    assert told < page.index("Requests: ") and "off by" not in page
+
+
+def test_operators_that_were_never_measured_leave_a_range(tmp_path: Path) -> None:
+    def told(model: str) -> list[str]:
+        notes: tuple[str, ...] = emulated(model=model, gpus=4).facts.notes
+        return [note for note in notes if note.startswith("never measured")]
+
+    assert not told("7b")
+    decoders = json.loads((Path(__file__).parents[2] / "backends/decoders.json").read_text())
+    config = next(each["config"] for each in decoders if each["config"]["model_type"] == "qwen3_next")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (note,) = told(str(tmp_path))
+    operators = "linear attention"
+    found = re.search(rf"{operators}; a step of 64 .* takes ([\d.]+) ms .*, and ([\d.]+) to ([\d.]+) if", note)
+    assert found
+    likely_ms, low_ms, high_ms = map(float, found.groups())
+    assert high_ms - likely_ms == pytest.approx(2 * (likely_ms - low_ms), abs=0.2) and low_ms < likely_ms
+
+
 def test_predict_writes_a_run_that_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     sys.argv = ["loadgen", "predict", "--backend", "vllm", "--model", "70b", "--gpu", "h200", "--gpus", "4",
@@ -580,7 +608,7 @@ def test_a_prediction_says_whose_errors_it_tells(tmp_path: Path, capsys: pytest.
         assert "assumed here" not in said
     said = predicted(capsys, tmp_path / "l40s", "--gpu", "l40s")
     assert re.search(r"Operators of NVIDIA L40S 48 GB, how far off: .*Guesses: .*element-wise", said)
-    assert "The software's times and these errors are of h200, h100; assumed here." in said
+    assert "The software's times are of h200, h100; assumed here." in said
 
 
 def test_a_prediction_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
