@@ -148,6 +148,7 @@ def _deepseek_experts(fields: Fields) -> Mlp:
         active=fields.size("num_experts_per_tok"),
         shared=width * fields.size("n_shared_experts") if shared else 0,
         router_bias=fields.get("topk_method", "noaux_tc") == "noaux_tc",
+        routed_plainly=fields.get("topk_method", "noaux_tc") != "noaux_tc",
     )
 
 

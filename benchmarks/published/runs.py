@@ -172,7 +172,6 @@ def _as_run(emulated: Emulated, row: Row, conditions: Conditions) -> Emulated:
         launch_row_us=launch_row_us * ratio,
         launch_layer_us=own.launch_layer_us * ratio,
         launch_eager_layer_us=own.launch_eager_layer_us * ratio,
-        launch_experts_us=own.launch_experts_us * ratio,
         graph_tokens=row.graph_tokens or own.graph_tokens,
     )
     return emulated.with_profile(msgspec.structs.replace(emulated.profile, overheads=overheads))

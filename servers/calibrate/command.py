@@ -47,7 +47,7 @@ REACH = 3.0  # as a factor from where it begins: what else a run holds must not 
 FAR = {"request_us": 10.0, "prefill_token_us": 10.0, "step_us": 10.0, "token_us": 6.0}
 # Of one request at rest, which runs under load tell too little of: as in the profile that ships for that server
 AT_REST = (
-    "launch_us", "launch_row_us", "launch_layer_us", "launch_experts_us", "launch_spread", "graph_tokens",
+    "launch_us", "launch_row_us", "launch_layer_us", "launch_spread", "graph_tokens",
     "prompt_token_us", "first_token_us", "handover_us", "output_us",
 )  # fmt: skip
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins

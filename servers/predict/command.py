@@ -46,7 +46,7 @@ COUNTED_TOGETHER = 4096  # requests
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "cancel", "trace", "trace_format", "trace_speed", "trace_limit",
     "trace_from", "trace_block_tokens",
-    "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
+    "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
@@ -102,7 +102,8 @@ def predict(
     directory = config.out or Path("runs") / run_id
     hardware = Hardware(**embedded.modelled(config))
     length = _length(config, longest_request_tokens(load, shapes, sent))
-    emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
+    setup = hardware.setup(config.kind, embedded.model_place(config), length)
+    emulated = emulate(msgspec.structs.replace(setup, dummy_weights=config.dummy_weights))
     for note in emulated.facts.notes:
         terminal.note(f"note: {note}")
     if emulated.setup.scheduler == "tgi@3":

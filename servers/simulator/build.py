@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """gpus: how many may be used. tp: how many share the model; None: the least power of two of them that holds it; the
     others do nothing, as where loadgen starts a server. kv_tokens: the KV cache's capacity over all GPUs; None: what
     memory leaves. max_requests: how many the server may hold at once, running and waiting, before it refuses (servers
-    that do). max_batched_tokens: that a step computes at most; None: the server's default. expert_imbalance:
-    of a mixture, the load of its busiest expert over the mean. prefix_caching: whether it keeps prompts for later ones
-    that begin alike (servers that can). options: settings of the scheduler by their names there, beyond those
-    above."""
+    that do). max_batched_tokens: that a step computes at most; None: the server's default. expert_imbalance: of a
+    mixture, the load of its busiest expert over the mean. dummy_weights: they are random. prefix_caching: whether it
+    keeps prompts for later ones that begin alike (servers that can). options: settings of the scheduler by their names
+    there, beyond those above."""
 
     scheduler: str
     model: ModelSpec
@@ -101,6 +101,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 4096
     memory_ratio: float = 0.9
     expert_imbalance: float = 1.0
+    dummy_weights: bool = False
     profile: Path | None = None
     prefix_caching: bool = False
     options: tuple[tuple[str, int | float], ...] = ()
@@ -342,7 +343,7 @@ def emulate(setup: Setup) -> Emulated:
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     overheads = _overheads(setup, settings, tp, topology, profile)
-    cost = StepCost(routed(setup.model, setup.expert_imbalance), gpu, tp, link, precision, overheads)
+    cost = StepCost(routed(setup), gpu, tp, link, precision, overheads)
     facts = _facts(setup, gpu, tp, topology, kv_tokens, profile)
     notes = (*facts.notes, *_unmeasured(cost, gpu))
     emulated = Emulated(
@@ -353,10 +354,13 @@ def emulate(setup: Setup) -> Emulated:
     return emulated
 
 
-def routed(model: ModelSpec, imbalance: float) -> ModelSpec:
-    """The model with the load of its busiest expert `imbalance` times the mean. Raises EmulationError."""
+def routed(setup: Setup) -> ModelSpec:
+    """The model with the load of its busiest expert over the mean. Of random weights a router that works in 16 bit
+    gives every expert the same score, and so every token the same experts. Raises EmulationError."""
+    model, imbalance = setup.model, setup.expert_imbalance
     if imbalance == 1:
-        return model
+        tied = (kind for kind in model.kinds if setup.dummy_weights and kind.mlp.routed_plainly)
+        return _imbalanced(model, {id(kind): most_imbalance(kind.mlp.experts, kind.mlp.active) for kind in tied})
     mixtures = [kind.mlp for kind in model.kinds if kind.mlp.experts > 1]
     if not mixtures:
         raise EmulationError(f"{model.name} has no experts; leave --expert-imbalance out.")
@@ -366,11 +370,13 @@ def routed(model: ModelSpec, imbalance: float) -> ModelSpec:
             f"--expert-imbalance is {imbalance:g}; for {model.name} it must be at least 1 and below {most:g}, where "
             "every token would choose the same expert."
         )
-    kinds = tuple(
-        replace(kind, mlp=replace(kind.mlp, imbalance=imbalance)) if kind.mlp.experts > 1 else kind
-        for kind in model.kinds
-    )
-    return replace(model, kinds=kinds)
+    return _imbalanced(model, {id(kind): imbalance for kind in model.kinds if kind.mlp.experts > 1})
+
+
+def _imbalanced(model: ModelSpec, imbalance: Mapping[int, float]) -> ModelSpec:
+    """imbalance: by the identity of a kind of layers."""
+    kinds = (replace(kind, mlp=replace(kind.mlp, imbalance=imbalance.get(id(kind), 1.0))) for kind in model.kinds)
+    return replace(model, kinds=tuple(kinds))
 
 
 def _settings(setup: Setup, gpu: Gpu) -> dict[str, Any]:
@@ -489,6 +495,9 @@ def _unmeasured(cost: StepCost, gpu: Gpu) -> Iterator[str]:
 
 def _routing_note(setup: Setup, how: Arithmetic) -> str:
     even = "tokens are taken to choose experts evenly and at random"
+    if any(kind.mlp.routed_plainly for kind in setup.model.kinds):
+        tied = "all tokens choose the same experts, since random weights give all of them one score in 16 bit"
+        even = tied if setup.dummy_weights else f"{even} (of random weights all would choose the same: --dummy-weights)"
     uneven = f"the busiest expert is taken to have {setup.expert_imbalance:g} times the mean load"
     fit = "" if how.experts else "; group products were not measured here: assumed as fast as one product of that size"
     return f"{even if setup.expert_imbalance == 1 else uneven}{fit}."

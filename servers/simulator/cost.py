@@ -36,7 +36,13 @@ from servers.schedulers import Step
 from servers.simulator import experts
 from servers.simulator.formats import computes
 
-LATENT_TILE = 64  # heads that share a tile where all share one latent (FlashMLA)
+LATENT_TILE = 64  # heads that share a tile where all share one latent (FlashAttention 3, FlashMLA)
+# Launches of a layer kernel by kernel, beside norms and products: counted in vLLM 0.25.1's steps (results:steps), and
+# what Python does around them in operators that are not compiled, in units of a launch
+ATTENTION_LAUNCHES, LATENT_LAUNCHES = 3, 8  # rotary positions, the cache's write, attention; copies of keys and values
+ROUTED_LAUNCHES, PLAIN_ROUTING_LAUNCHES = 12, 9  # sorting, two group products, gate, sum; a router of plain operators
+GRAPH_LAUNCHES = 2.0  # of latent attention between parts of graphs, over those of others
+LATENT_MOVED = 16  # values of the queries' width that a token's keys, queries and outputs are copied and rotated in
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
 # Of products of at most so many rows: rows and columns of the tiles that run together, and how many these are. vLLM's
 # fp8 kernels on Hopper (csrc/quantization/w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh).
@@ -138,10 +144,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie,
-    host, where it has them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose
-    compute_ratio is still of `flops`, the 16-bit peak; experts: group products of mixtures, by name ("bf16" for all of
-    16 bit), where those were measured. attentions: over a cache in other dtypes."""
+    """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie, host, where it has
+    them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose compute_ratio is still of
+    `flops`, the 16-bit peak; experts: group products of mixtures, by name ("bf16" for all of 16 bit), where those were
+    measured. attentions: over a cache in other dtypes. latent: of DeepSeek's latent attention."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -153,6 +159,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     experts: dict[str, Gemm] = {}
     attention: Attention
     attentions: dict[str, Attention] = {}
+    latent: Attention | None = None
     elementwise: Elementwise
     links: dict[str, Link]
     boost: Boost | None = None
@@ -175,6 +182,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
             experts={name: faster(fit) for name, fit in self.experts.items()},
             attention=attends(self.attention),
             attentions={name: attends(fit) for name, fit in self.attentions.items()},
+            latent=self.latent and attends(self.latent),
             boost=None,
         )
 
@@ -186,11 +194,11 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
 
     launch: what the CPU takes to put a step together, and to launch it where it is one CUDA graph, while the GPU may
     still be at the step before; launch_row: and for each row, to schedule it and to take in its token. All 0 where that
-    is not known. launch_layer: for each layer, where a step has prefills
-    and its parts are CUDA graphs; launch_eager_layer: where it has more than graph_tokens tokens and every kernel is
-    launched by itself; launch_experts: what a mixture adds to that. Steps of at most graph_tokens tokens are filled up
-    to a graph's size. decode_graphs and prefill_graphs: those sizes, ascending, of a server that has other ones than
-    vLLM's, for steps of decodes and for steps with prefills; graph_tokens says nothing then."""
+    is not known. launch_layer: for each layer, where a step has prefills and its parts are CUDA graphs;
+    launch_eager_layer: where it has more than graph_tokens tokens and every kernel is launched by itself, for a layer
+    with the launches of Llama's; others take it in proportion to theirs. Steps of at most graph_tokens tokens are
+    filled up to a graph's size. decode_graphs and prefill_graphs: those sizes, ascending, of a server that has other
+    ones than vLLM's, for steps of decodes and for steps with prefills; graph_tokens says nothing then."""
 
     step_us: float = 0.0
     row_us: float = 0.0
@@ -203,7 +211,6 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     launch_row_us: float = 0.0
     launch_layer_us: float = 0.0
     launch_eager_layer_us: float = 0.0
-    launch_experts_us: float = 0.0
     launch_spread: float = 0.0
     graph_tokens: int = 0
     decode_graphs: tuple[int, ...] = ()
@@ -288,7 +295,7 @@ class StepCost:
         self._head: dict[int, float] = {}
         # rows -> of steps without prefills: all but attention, attention but for the context, software
         self._decodes: dict[int, tuple[float, float, float]] = {}
-        attention = self._attention = gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
+        attention = self._attention = _attention_of(model, gpu, precision)
         layers = model.layers
         regimes = attention.decode, attention.mixed
         self._decode_launch, self._mixed_launch = (layers * rows.launch_us * 1e-6 for rows in regimes)
@@ -303,8 +310,10 @@ class StepCost:
         whole = len(self._reads) == 1 and self._reads[0][0] is None  # one kind of layers, without a window
         self._read_s = self._reads[0][1] if whole else None
         self._floor = layers * overheads.layer_us * 1e-6
-        mixtures = sum(kind.count for kind in model.kinds if kind.mlp.experts > 1)
-        self._eager_us = layers * overheads.launch_eager_layer_us + mixtures * overheads.launch_experts_us
+        launches = sum(kind.count * launches_of(kind, model.hidden) for kind in model.kinds)
+        self._eager_us = overheads.launch_eager_layer_us * launches / LLAMA_LAUNCHES
+        latent = sum(kind.count for kind in model.kinds if isinstance(kind.attention, LatentAttention))
+        self._graph_us = overheads.launch_layer_us * (layers + (GRAPH_LAUNCHES - 1) * latent)
 
     def with_overheads(self, overheads: Overheads) -> StepCost:
         return StepCost(self._model, self._gpu, self._tp, self._link, self._precision, overheads)
@@ -366,7 +375,7 @@ class StepCost:
         if own.graph_of(step.decode_rows, step.prefill_tokens) is None:
             us += self._eager_us
         elif step.prefill_rows:
-            us += self._model.layers * own.launch_layer_us
+            us += self._graph_us
         return us * 1e-6, prepare_us * 1e-6
 
     def terms(self, step: Step) -> Terms:
@@ -400,7 +409,7 @@ class StepCost:
         heads, decode = kind.attention, self._attention.decode
         if isinstance(heads, Recurrent) and heads.heads:
             yield "linear attention", rows * self._row_s(decode, heads)
-        elif isinstance(heads, LatentAttention):
+        elif isinstance(heads, LatentAttention) and (self._gpu.latent is None or heads.index_heads):
             read_s = self._context_s(kind, decode) / kind.count
             sparse = "sparse latent" if heads.index_heads else "latent"
             yield (
@@ -552,6 +561,10 @@ class StepCost:
         launch = fit.launch_us * 1e-6
         queries, kv = heads.query_width / self._tp, heads.kv_values_of(self._tp)
         rope = tokens * 2 * (queries + kv) * a_value + launch
+        if isinstance(heads, LatentAttention):
+            rope += tokens * LATENT_MOVED * queries * a_value + 4 * launch
+        if mlp.routed_plainly:
+            rope += PLAIN_ROUTING_LAUNCHES * launch
         if isinstance(heads, Heads) and heads.qk_norm:
             rope += tokens * 2 * (queries + kv / 2) * a_value + 2 * launch
         return (
@@ -609,6 +622,27 @@ class Clock:
             free_s += begin_s - self._until_s
         left_s = self._left_s + free_s * self._refill
         self._left_s = left_s if left_s < self._most_s else self._most_s
+
+
+def launches_of(kind: Layers, hidden: int) -> int:
+    """How many kernels a layer launches where each is launched by itself, without a quantization's."""
+    heads, mlp = kind.attention, kind.mlp
+    launches = kind.norms + sum(1 for _ in heads.products(hidden, 1))
+    launches += LATENT_LAUNCHES if isinstance(heads, LatentAttention) else ATTENTION_LAUNCHES
+    launches += isinstance(heads, Heads) and (heads.qk_norm or heads.wide_norm)
+    dense = 3  # two products and the gate
+    if mlp.experts == 1:
+        return launches + dense
+    return launches + ROUTED_LAUNCHES + PLAIN_ROUTING_LAUNCHES * mlp.routed_plainly + dense * bool(mlp.shared)
+
+
+LLAMA_LAUNCHES = 10  # of `launches_of`
+
+
+def _attention_of(model: ModelSpec, gpu: Gpu, precision: Precision) -> Attention:
+    if gpu.latent is not None and any(isinstance(kind.attention, LatentAttention) for kind in model.kinds):
+        return gpu.latent
+    return gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)
 
 
 def graph_size(tokens: int) -> int:

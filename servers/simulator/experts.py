@@ -32,10 +32,12 @@ def chances(popularity: Sequence[float], active: float) -> tuple[float, ...]:
 
 @functools.cache
 def uneven(experts: int, active: int, imbalance: float) -> tuple[float, ...]:
-    """The same for a mixture whose busiest expert has `imbalance` times the mean load, from 1 (even) to less than
-    `most_imbalance`."""
+    """The same for a mixture whose busiest expert has `imbalance` times the mean load, from 1 (even) to
+    `most_imbalance`, where all tokens choose the same."""
     if imbalance == 1:
         return chances([1.0] * experts, active)
+    if imbalance >= most_imbalance(experts, active):
+        return (1.0,) * active + (0.0,) * (experts - active)
 
     def ranked(exponent: float) -> tuple[float, ...]:
         return chances([(rank + 1) ** -exponent for rank in range(experts)], active)

@@ -59,6 +59,7 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
     gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
     attentions = {"attention": gpu.attention} | {f"attentions.{dtype}": fit for dtype, fit in gpu.attentions.items()}
+    attentions |= {} if gpu.latent is None else {"latent": gpu.latent}
     rows = {f"{part}.{name}": getattr(fit, name) for part, fit in attentions.items() for name in ("decode", "mixed")}
     for part, fit in {**gemms, **attentions, **rows, "elementwise": gpu.elementwise}.items():
         names = [name for name, value in msgspec.structs.asdict(fit).items() if isinstance(value, float)]
