@@ -8,16 +8,17 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from backends import catalog
-from backends.decoder import ModelSpec, Precision
+from backends.decoder import Mlp, ModelSpec, Precision
 from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
-from servers.simulator.build import profiles
+from servers.simulator.build import Setup, emulate, profiles
 from servers.simulator.cost import (
     Decode,
     Elementwise,
@@ -424,8 +425,10 @@ def test_latent_attention_reads_little_and_multiplies_much() -> None:
         each = StepCost(spec, H200, tp, H200.links["nvlink"], spec.precision("bfloat16"), Overheads())
         return each(step) - each(short)
 
-    flops = tokens * 128 * 2 * (512 + 64 + 512) / (H200.attention.prefill_compute_ratio * H200.flops)
-    read = tokens * 576 * 2 / (H200.attention.decode.memory_ratio * H200.memory_bytes_per_s)
+    fit = H200.latent
+    assert fit is not None
+    flops = tokens * 128 * 2 * (512 + 64 + 512) / (fit.prefill_compute_ratio * H200.flops)
+    read = tokens * 576 * 2 / (fit.decode.memory_ratio * H200.memory_bytes_per_s)
     assert grows(1) == pytest.approx(max(flops, read))
     assert grows(16) == pytest.approx(max(flops / 16, read)) == pytest.approx(read)
 
@@ -474,11 +477,30 @@ def test_steps_are_filled_up_to_a_graph() -> None:
     assert free[0] < 0.9 * free[1]
 
 
-def test_a_mixture_takes_longer_to_launch() -> None:
-    own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, launch_experts_us=700.0, graph_tokens=512)
-    for name, layers, per_layer_us in (("7b", 32, 500.0), ("qwen3-30b-a3b", 48, 1200.0)):
+def test_launches_follow_from_the_layers() -> None:
+    """A kernel takes 50 us. Llama's layer has ten: two norms, four products, rotary positions, the cache's write,
+    attention, the gate. Gemma has two norms more and those of queries and keys; a mixture has more still, and latent
+    attention with a plain router most."""
+    own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, graph_tokens=512)
+    for name, kernels in (("7b", 32 * 10), ("gemma-3-12b", 48 * 13), ("qwen3-30b-a3b", 48 * 20)):
         each = StepCost(model(name), H200, 1, None, F16, own)
-        assert each.launch_s(prefill(513))[0] == pytest.approx((1000.0 + layers * per_layer_us) * 1e-6)
+        assert each.launch_s(prefill(513))[0] == pytest.approx((1000.0 + 50.0 * kernels) * 1e-6)
+    deepseek = StepCost(model("deepseek-v3"), H200, 1, None, F16, own)
+    assert deepseek.launch_s(prefill(513))[0] > (1000.0 + 50.0 * 61 * 25) * 1e-6
+
+
+def test_plain_routers_send_all_tokens_of_random_weights_to_the_same_experts() -> None:
+    """DeepSeek-V2's, whose scores in 16 bit are all one: a step of 64 rows reads 6 experts of 64 and not nearly all."""
+    mlp = Mlp(width=1408, experts=64, active=6, shared=2816, routed_plainly=True)
+    kinds = (replace(model("7b").kinds[0], mlp=mlp),)
+    setup = Setup(scheduler="vllm@v1", model=replace(model("7b"), kinds=kinds), gpu="h200", dtype="bfloat16")
+    took_s = {}
+    for dummy in (False, True):
+        emulated = emulate(msgspec.structs.replace(setup, dummy_weights=dummy))
+        took_s[dummy] = emulated.cost(decode(64, 100))
+        assert any("same experts" in note or "choose the same" in note for note in emulated.facts.notes)
+    an_expert = 3 * 4096 * 1408 * 2 / (H200.experts["bf16"].memory_ratio * H200.memory_bytes_per_s)
+    assert took_s[False] - took_s[True] == pytest.approx(32 * 57.9 * an_expert, rel=0.15)
 
 
 def test_products_of_few_rows_have_their_own_rate() -> None:
