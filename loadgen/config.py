@@ -390,7 +390,9 @@ class LaunchOptions:
     api_servers: Annotated[
         Whole | None, _launch("Processes of its HTTP front end (vllm; default: its own choice, one a replica).")
     ] = None
-    dummy_weights: Annotated[bool, _launch("Random weights, nothing loaded (vllm, sglang, llamacpp).")] = False
+    dummy_weights: Annotated[
+        bool, _launch("Random weights, nothing loaded (vllm, sglang, llamacpp; modelled: how tokens choose experts).")
+    ] = False
     image: Annotated[str | None, _launch("Docker image instead of the backend's own.")] = None
     server_python: Annotated[
         str | None, _launch("Interpreter that has the server installed, for --launch process (default: this one).")
@@ -427,8 +429,8 @@ class ModelledOptions:
     speed: Annotated[float, _modelled("Modelled seconds that pass in a real one.")] = 1.0
 
 
-SHARED_SETTINGS = names(PlacementOptions)
-LAUNCH_ONLY = (*SHARED_SETTINGS, *names(LaunchOptions))
+SHARED_SETTINGS = (*names(PlacementOptions), "dummy_weights")
+LAUNCH_ONLY = (*names(PlacementOptions), *names(LaunchOptions))
 MODELLED_ONLY = names(ModelledOptions)[1:]
 
 

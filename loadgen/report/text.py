@@ -36,7 +36,7 @@ from loadgen.report.schema import (
     Window,
 )
 from loadgen.rundir import Manifest
-from loadgen.rundir.emulation import Emulation, HeldOut, kind_of_load
+from loadgen.rundir.emulation import HeldOut, kind_of_load
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.steady.window import Estimate
 

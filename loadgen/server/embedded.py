@@ -117,6 +117,7 @@ def modelled(config: Config) -> dict[str, Any]:
         "memory_ratio": config.memory_ratio,
         "prefix_caching": "on" if config.caches_prefixes else "off",
         "expert_imbalance": config.expert_imbalance,
+        "dummy_weights": config.dummy_weights,
         "profile": config.profile,
         "speed": config.speed,
     }

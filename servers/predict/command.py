@@ -102,8 +102,7 @@ def predict(
     directory = config.out or Path("runs") / run_id
     hardware = Hardware(**embedded.modelled(config))
     length = _length(config, longest_request_tokens(load, shapes, sent))
-    setup = hardware.setup(config.kind, embedded.model_place(config), length)
-    emulated = emulate(msgspec.structs.replace(setup, dummy_weights=config.dummy_weights))
+    emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     for note in emulated.facts.notes:
         terminal.note(f"note: {note}")
     if emulated.setup.scheduler == "tgi@3":

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from backends.decoder import LatentAttention, ModelSpec, Precision, PrecisionError, Quantization, Reserve
+from backends.decoder import LatentAttention, Layers, ModelSpec, Precision, PrecisionError, Quantization, Reserve
 from backends.exit_codes import UserError
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
@@ -355,11 +355,11 @@ def emulate(setup: Setup) -> Emulated:
 
 
 def routed(setup: Setup) -> ModelSpec:
-    """The model with the load of its busiest expert over the mean. Of random weights a router that works in 16 bit
-    gives every expert the same score, and so every token the same experts. Raises EmulationError."""
+    """The model with the load of its busiest expert over the mean; of random weights some routers send every token to
+    the same experts. Raises EmulationError."""
     model, imbalance = setup.model, setup.expert_imbalance
     if imbalance == 1:
-        tied = (kind for kind in model.kinds if setup.dummy_weights and kind.mlp.routed_plainly)
+        tied = (kind for kind in model.kinds if setup.dummy_weights and _ties(kind))
         return _imbalanced(model, {id(kind): most_imbalance(kind.mlp.experts, kind.mlp.active) for kind in tied})
     mixtures = [kind.mlp for kind in model.kinds if kind.mlp.experts > 1]
     if not mixtures:
@@ -371,6 +371,12 @@ def routed(setup: Setup) -> ModelSpec:
             "every token would choose the same expert."
         )
     return _imbalanced(model, {id(kind): imbalance for kind in model.kinds if kind.mlp.experts > 1})
+
+
+def _ties(kind: Layers) -> bool:
+    """Whether a layer's router of random weights sends all tokens to the same experts: their scores are one in 16 bit,
+    or differ by less than its random bias does."""
+    return kind.mlp.experts > 1 and (kind.mlp.routed_plainly or kind.mlp.router_bias)
 
 
 def _imbalanced(model: ModelSpec, imbalance: Mapping[int, float]) -> ModelSpec:
@@ -495,8 +501,8 @@ def _unmeasured(cost: StepCost, gpu: Gpu) -> Iterator[str]:
 
 def _routing_note(setup: Setup, how: Arithmetic) -> str:
     even = "tokens are taken to choose experts evenly and at random"
-    if any(kind.mlp.routed_plainly for kind in setup.model.kinds):
-        tied = "all tokens choose the same experts, since random weights give all of them one score in 16 bit"
+    if any(map(_ties, setup.model.kinds)):
+        tied = "all tokens choose the same experts, since random weights give those nearly one score"
         even = tied if setup.dummy_weights else f"{even} (of random weights all would choose the same: --dummy-weights)"
     uneven = f"the busiest expert is taken to have {setup.expert_imbalance:g} times the mean load"
     fit = "" if how.experts else "; group products were not measured here: assumed as fast as one product of that size"

@@ -37,8 +37,8 @@ from servers.simulator import experts
 from servers.simulator.formats import computes
 
 LATENT_TILE = 64  # heads that share a tile where all share one latent (FlashAttention 3, FlashMLA)
-# Launches of a layer kernel by kernel, beside norms and products: counted in vLLM 0.25.1's steps (results:steps), and
-# what Python does around them in operators that are not compiled, in units of a launch
+# Launches of a layer kernel by kernel, beside norms and products: counted in steps of vLLM 0.25.1
+# (results:models/steps), and what Python does around them in operators that are not compiled, in units of a launch
 ATTENTION_LAUNCHES, LATENT_LAUNCHES = 3, 8  # rotary positions, the cache's write, attention; copies of keys and values
 ROUTED_LAUNCHES, PLAIN_ROUTING_LAUNCHES = 12, 9  # sorting, two group products, gate, sum; a router of plain operators
 GRAPH_LAUNCHES = 2.0  # of latent attention between parts of graphs, over those of others

@@ -63,6 +63,15 @@ class Hardware(ModelledOptions):
         Literal["on", "off"], option(SETTINGS, "Whether it keeps the KV of prompts for later ones that begin alike.")
     ] = "off"
 
+    dummy_weights: Annotated[
+        bool,
+        option(
+            SETTINGS,
+            "Weights are random, which makes some routers choose the same experts always.",
+            negative="--no-dummy-weights",
+        ),
+    ] = False
+
     def setup(self, backend: str, model: str, max_model_len: int) -> Setup:
         """What to emulate. Raises EmulationError for what cannot be."""
         scheduler = self.scheduler or newest(backend)
@@ -86,7 +95,8 @@ class Hardware(ModelledOptions):
             topology=self._topology(), p2p=self.p2p is not False, dtype=self.dtype, quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype, kv_tokens=self.kv_tokens, max_running=self.max_running,
             max_batched_tokens=self.max_batched_tokens, max_requests=self.max_requests, max_model_len=max_model_len,
-            memory_ratio=self.memory_ratio, expert_imbalance=self.expert_imbalance, profile=self.profile,
+            memory_ratio=self.memory_ratio, expert_imbalance=self.expert_imbalance,
+            dummy_weights=self.dummy_weights, profile=self.profile,
             prefix_caching=self.prefix_caching == "on",
             options=tuple(_option(text) for text in self.scheduler_arg),
         )  # fmt: skip
