@@ -343,7 +343,9 @@ def emulate(setup: Setup) -> Emulated:
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     overheads = _overheads(setup, settings, tp, topology, profile)
-    cost = StepCost(routed(setup), gpu, tp, link, precision, overheads)
+    cost = StepCost(
+        routed(setup.model, setup.expert_imbalance, setup.dummy_weights), gpu, tp, link, precision, overheads
+    )
     facts = _facts(setup, gpu, tp, topology, kv_tokens, profile)
     notes = (*facts.notes, *_unmeasured(cost, gpu))
     emulated = Emulated(
@@ -354,12 +356,11 @@ def emulate(setup: Setup) -> Emulated:
     return emulated
 
 
-def routed(setup: Setup) -> ModelSpec:
+def routed(model: ModelSpec, imbalance: float, dummy_weights: bool = False) -> ModelSpec:
     """The model with the load of its busiest expert over the mean; of random weights some routers send every token to
     the same experts. Raises EmulationError."""
-    model, imbalance = setup.model, setup.expert_imbalance
     if imbalance == 1:
-        tied = (kind for kind in model.kinds if setup.dummy_weights and _ties(kind))
+        tied = (kind for kind in model.kinds if dummy_weights and _ties(kind))
         return _imbalanced(model, {id(kind): most_imbalance(kind.mlp.experts, kind.mlp.active) for kind in tied})
     mixtures = [kind.mlp for kind in model.kinds if kind.mlp.experts > 1]
     if not mixtures:
