@@ -390,16 +390,14 @@ def compare(
     check_file("--html", html, new=True)
     allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
-    print(rendered(page.of(compared), sys.stdout))
     checks = comparison.judged(compared, allowed) if allowed else []
+    print(rendered(page.of(compared, checks), sys.stdout), flush=True)
     if html is not None:
         page.write(html, compared, checks, ["loadgen", *sys.argv[1:]])
         say(f"wrote {html}")
     if not allowed:
         return exit_codes.OK
-    warnings = comparison.warnings(compared)
-    print(gate.render(checks, warnings), end="", flush=True)
-    return gate.finish(checks, warnings, "loadgen", junit, summary, comparison.conclusion(compared)[0])
+    return gate.finish(checks, page.gate_section(compared, checks), "loadgen", junit, summary)
 
 
 def import_results(

@@ -410,14 +410,13 @@ def compare(
     check_file("--html", html, new=True)
     comparison = compared(a, b)
     checks = comparison.judged(fail_if) if fail_if else []
-    print(render(comparison.page([], []), width(sys.stdout)))
+    print(render(comparison.page(checks, []), width(sys.stdout)), flush=True)
     if html is not None:
         write_page(html, comparison.page(checks, sys.argv[1:]))
         say(f"wrote {html}")
     if not checks:
         return exit_codes.OK
-    print(gate.render(checks, comparison.warnings), end="", flush=True)
-    return gate.finish(checks, comparison.warnings, "training_probe", junit, summary)
+    return gate.finish(checks, comparison.gate(checks), "training_probe", junit, summary)
 
 
 def letters() -> int:

@@ -1,7 +1,7 @@
 """Two measurements of one kind side by side, and as a gate: sweeps cell by cell, micro-benchmarks point by point,
 breakdowns cell by cell.
 
-What the intervals of a gate cover: of a sweep's speed the noise between its runs (`report.compare`); where cells have
+What the intervals of a gate cover: of a sweep's speed the noise between its runs (`of_runs`); where cells have
 one run, the noise between its steps; of a micro-benchmark that between the samples of a point, whose median has the
 standard error 1.2533 s / sqrt(n) with s = (p90 - p10) / 2.563, as of a normal distribution. Memory and breakdowns are
 one number each and are compared as they are. The warnings say which.
@@ -15,13 +15,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadgen.document import content
-from loadgen.document.content import Column, Table, number
-from loadgen.report.contrast import SAME, Contrast, as_it_is, contrast, of_runs
+from loadgen.document.content import Chart, Column, Document, Section, Table, Text, number
+from loadgen.report import gate, limits
+from loadgen.report.contrast import (
+    BETTER,
+    NO_INTERVAL,
+    SAME,
+    WORSE,
+    Contrast,
+    as_it_is,
+    contrast,
+    direction,
+    of_runs,
+)
 from loadgen.report.finding import Finding
-from loadgen.report.limits import Check, Limit, Measure, judge, parse
+from loadgen.report.limits import Check, Measure
+from loadgen.report.pages import differences
+from loadgen.report.pages.differences import Difference
 from loadgen.rundir import package_version
-from loadgen.steady.blocks import NORMAL_975, Bounds
+from loadgen.steady.blocks import NORMAL_975
 from training_probe import findings
 from training_probe.breakdown import report as traced_report
 from training_probe.breakdown import run as traces
@@ -29,8 +41,6 @@ from training_probe.breakdown.attribution import PASSES
 from training_probe.breakdown.run import Breakdown
 from training_probe.micro import run as micros
 from training_probe.points import Collective, Copy, Gemm, Measured, label_of
-from training_probe.report import compare as sweeps
-from training_probe.report.compare import Comparison
 from training_probe.report.document import command
 from training_probe.report.layout import MOST_ROWS, titled
 from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError
@@ -57,9 +67,19 @@ LABELS = {
     "idle_ms": "idle (ms)",
 }
 
-BETTER, WORSE, UNKNOWN = "better", "worse", "without an interval"  # of B, beside SAME
-MOST_OF_CHART = 24  # ratios; more go into the next one
+COLUMNS = (
+    Column("cell", left=True),
+    *(Column(name, "tokens/s") for name in ("A", "B", "B / A")),
+    Column("95 % CI", "tokens/s", left=True),
+    Column("shows", left=True),
+    *(Column(name, "allocated GiB") for name in ("A", "B", "B - A")),
+    *(Column(name, "reserved GiB", optional=True) for name in ("A", "B", "B - A")),
+)
 
+NOTE = (
+    "95 % CI: Welch's t over the runs of each cell (on logarithms). It covers the noise between the runs of a sweep, "
+    "not that between two days or two starts of a machine."
+)
 ONE_RUN = "cells with one run on both sides have the noise between steps alone in their intervals; sweep with --runs 3."
 WITHIN = "the intervals hold the noise between the samples of one measurement, not that from one start to the next."
 POINT = (
@@ -69,100 +89,82 @@ POINT = (
 
 @dataclass
 class Compared:
-    """kind: what is compared. as_text: as it is printed. measures: what limits may be on, what counts most first.
+    """kind: what is compared. sides: a line or two of each. measures: what limits may be on, what counts most first.
     changes: by cell or point, by measure. ended: what did not end well, as checks of a gate. doubts: why A or B is
-    INVALID as its report says, so that no gate passes, whatever the numbers are."""
+    INVALID as its report says, so that no gate passes, whatever the numbers are. table: all of it, where rows of
+    differences are not enough. lists: further lines, by their heading."""
 
     kind: str
-    as_text: Comparison
+    sides: list[str]
     measures: dict[str, Measure]
     changes: dict[str, dict[str, Contrast]] = field(default_factory=dict)
     ended: list[Check] = field(default_factory=list)
     doubts: list[Check] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    table: Table | None = None
+    lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def judged(self, texts: Sequence[str]) -> list[Check]:
         """How everything ended, and what came of each limit for each cell or point. Raises ConfigError."""
-        limits: list[Limit] = parse(texts, self.measures, EXAMPLES)
-        checks = [judge(limit, of[limit.metric], name) for name, of in self.changes.items() for limit in limits]
-        if not self.changes:
-            checks.append(Check("limit", "limits", "unknown", "Nothing ended well in both A and B."))
-        return [*self.doubts, *self.ended, *checks]
+        allowed = limits.parse(texts, self.measures, EXAMPLES)
+        return [*self.doubts, *self.ended, *limits.judged(allowed, self.changes)]
 
-    @property
-    def invalid(self) -> list[str]:
-        """What a reader of the numbers must know first, a sentence each."""
-        return [f"{doubt.name} is INVALID: {doubt.detail}" for doubt in self.doubts]
-
-    def page(self, checks: Sequence[Check], argv: Sequence[str]) -> content.Document:
-        """The comparison as a page. checks: what came of the limits. argv: words of the command."""
+    def page(self, checks: Sequence[Check], argv: Sequence[str]) -> Document:
+        """The comparison as a document. checks: what came of the limits. argv: words of the command."""
         ended_badly = bool(self.doubts) or any(check.state == "beyond" for check in [*self.ended, *checks])
-        warnings = (f"{warning[:1].upper()}{warning[1:]}" for warning in self.warnings)
-        sides = [*self.invalid, *self.as_text.sides, *self.as_text.notes, *warnings]
+        warnings = () if checks else (f"{warning[:1].upper()}{warning[1:]}" for warning in self.warnings)
+        invalid = [f"{doubt.name} is INVALID: {doubt.detail}" for doubt in self.doubts]
+        long = self._differences()
+        both = [long] if self.table is None else [self.table]
         sections = [
-            content.Section(id="sides", title="A and B", blocks=_texts(sides)),
-            content.Section(id="limits", title="Limits", blocks=[_checks(checks)] if checks else []),
-            content.Section("both", self.as_text.table.caption, [self.as_text.table]),
-            content.Section(id="ratios", title="B over A", blocks=[*self._charts()]),
-            content.Section("differences", "Differences", [*self._differences()], detail=True),
-            *(
-                content.Section(id=heading.lower().replace(" ", "-"), title=heading, blocks=_texts(lines))
-                for heading, lines in self.as_text.lists.items()
-            ),
-            content.Section("command", "The command", [command(argv)], detail=True),
+            *([self.gate(checks)] if checks else []),
+            Section("sides", "A and B", [*map(Text, [*invalid, *self.sides, *warnings])]),
+            Section("both", "In both", both if self.changes or self.table else []),
+            Section("percent", "B over A, less 1", [*self._charts()]),
+            Section("differences", "Differences", [long] if self.table and self.changes else [], detail=True),
+            *(Section(head.lower().replace(" ", "-"), head, [*map(Text, lines)]) for head, lines in self.lists.items()),
+            Section("command", "The command", [command(argv)], detail=True),
         ]
-        return content.Document(
+        in_doubt = dict.fromkeys(f"{doubt.name} is INVALID." for doubt in self.doubts)
+        return Document(
             title=f"{self.kind}: B beside A",
-            verdict=" ".join([self._verdict(), *(f"{doubt.name} is INVALID." for doubt in self._sides_in_doubt())]),
+            verdict=" ".join([self._conclusion(), *in_doubt]),
             tone="bad" if ended_badly else "plain",
             sections=[section for section in sections if section.blocks],
             footer=f"llm-dissect {package_version()}.",
         )
 
-    def _sides_in_doubt(self) -> list[Check]:
-        return list({doubt.name: doubt for doubt in self.doubts}.values())
+    def gate(self, checks: Sequence[Check]) -> Section:
+        return gate.section(checks, self.warnings, self._conclusion())
 
-    def _verdict(self) -> str:
+    def _conclusion(self) -> str:
         """By what counts most of each cell or point."""
         name, measure = next(iter(self.measures.items()))
-        counts = Counter(_shown(of[name], measure) for of in self.changes.values() if of[name].ratio is not None)
-        listed = ", ".join(f"{counts[shown]} {shown}" for shown in (BETTER, WORSE, SAME, UNKNOWN) if counts[shown])
-        return (
-            f"{LABELS[name]} of {counts.total()} in both: {listed}."
-            if listed
-            else "Nothing ended well in both A and B."
-        )
+        known = [of[name] for of in self.changes.values() if of[name].ratio is not None]
+        counts = Counter(direction(each, measure.lower_is_better) for each in known)
+        shown = (BETTER, WORSE, SAME, NO_INTERVAL)
+        listed = ", ".join(f"{counts[what]} {what.removeprefix('B is ')}" for what in shown if counts[what])
+        return f"{LABELS[name]} of {len(known)} in both: {listed}." if listed else "Nothing ended well in both A and B."
 
-    def _charts(self) -> Iterator[content.Chart]:
-        """B / A with its interval, of each measure that is known."""
+    def _rows(self, measure: str) -> list[Difference]:
+        lower = self.measures[measure].lower_is_better
+        return [Difference(name, of[measure], lower) for name, of in self.changes.items()]
+
+    def _charts(self) -> Iterator[Chart]:
+        """Of each measure that is known."""
         for measure in self.measures:
-            known = {name: of[measure] for name, of in self.changes.items() if of[measure].ratio is not None}
-            for start in range(0, len(known), MOST_OF_CHART):
-                part = dict([*known.items()][start : start + MOST_OF_CHART])
-                more = f" ({start // MOST_OF_CHART + 1})" if len(known) > MOST_OF_CHART else ""
-                ends = [of.ratio_ci or (None, None) for of in part.values()]
-                ratios = content.Series(
-                    name="B / A", x=[*range(len(part))], y=[of.ratio for of in part.values()], kind="points",
-                    low=[low for low, _ in ends], high=[high for _, high in ends],
-                )  # fmt: skip
-                yield content.Chart(
-                    title=f"{LABELS[measure]}{more}", x_label="", y_label="B / A", series=[ratios], categories=[*part],
-                    marks=[content.Mark(axis="y", value=1.0, label="no difference")], from_zero=False,
-                    note="Whiskers: 95 % interval, where there is one.",
-                )  # fmt: skip
+            rows = [row for row in self._rows(measure) if row.change.ratio is not None]
+            yield from differences.charts(LABELS[measure], rows) if rows else ()
 
-    def _differences(self) -> Iterator[content.Table]:
+    def _differences(self) -> Table:
+        by_measure = {measure: self._rows(measure) for measure in self.measures}
         rows = [
-            _row(f"{name}, {LABELS[measure]}", of[measure])
-            for name, of in self.changes.items()
-            for measure in self.measures
-            if of[measure].a is not None or of[measure].b is not None
+            row._replace(name=f"{row.name}, {LABELS[measure]}")
+            for of_cell in zip(*by_measure.values(), strict=True)
+            for measure, row in zip(by_measure, of_cell, strict=True)
+            if row.change.a is not None or row.change.b is not None
         ]
-        headers = ("what", "A", "B", "B - A", "95 % interval", "B / A", "95 % interval")
-        folded = len(rows) > MOST_ROWS
-        caption = f"{len(rows)} rows" if folded else ""
-        if rows:
-            yield content.Table(headers=headers, rows=rows, folded=folded, caption=caption)
+        return differences.table(rows, folded=len(rows) > MOST_ROWS)
 
 
 def compare(a: Path, b: Path) -> Compared:
@@ -179,46 +181,12 @@ def _kind(path: Path) -> Callable[[Path, Path], Compared]:
     return _breakdowns if (path / BREAKDOWN_FILE).is_file() else _sweeps
 
 
-def _shown(of: Contrast, measure: Measure) -> str:
-    """Whether B is better than A by more than the interval explains; a number compared as it is has none."""
-    if of.ratio_ci is None or of.ratio is None or of.ratio_ci[0] == of.ratio_ci[1]:
-        return UNKNOWN
-    low, high = of.ratio_ci
-    if low <= 1 <= high:
-        return SAME
-    return BETTER if (of.ratio < 1) == measure.lower_is_better else WORSE
-
-
-def _cell(value: float | None) -> content.Number:
-    return content.Number(text=number(value), value=value)
-
-
-def _row(name: str, of: Contrast) -> list[content.Cell]:
-    values = (_cell(of.a), _cell(of.b), _cell(of.difference), _ends(of.difference_ci, number))
-    return [name, *values, _cell(of.ratio), _ends(of.ratio_ci, "{:.3f}".format)]
-
-
-def _ends(interval: Bounds | None, text_of: Callable[[float], str]) -> str:
-    return "" if interval is None or interval[0] == interval[1] else f"[{', '.join(map(text_of, interval))}]"
-
-
-def _texts(lines: Sequence[str]) -> list[content.Text]:
-    return [content.Text(text=line) for line in lines]
-
-
-def _checks(checks: Sequence[Check]) -> content.Items:
-    tones: dict[str, content.Tone] = {"ok": "good", "beyond": "bad", "unknown": "warning"}
-    items = [content.Listed(head=check.name, text=check.detail, tone=tones[check.state]) for check in checks]
-    return content.Items(items=items)
-
-
 # Sweeps.
 
 
 def _sweeps(a: Path, b: Path) -> Compared:
     results_a, results_b = read_results(a), read_results(b)
-    as_text = sweeps.sweeps(results_a, results_b, str(a), str(b))
-    made = Compared("Training", as_text, {**SPEEDS, **MEMORY})
+    made = Compared("Training", [], {**SPEEDS, **MEMORY})
     states = [{result.cell: (result.state, result.reason) for result in each} for each in (results_a, results_b)]
     made.ended = _ended(*states)
     made.doubts = _doubts(findings.of_cells(results_a), findings.of_cells(results_b))
@@ -235,7 +203,53 @@ def _sweeps(a: Path, b: Path) -> Compared:
             }
             if max(len(result.tokens_per_s_runs), len(other.tokens_per_s_runs)) < 2:
                 made.warnings = [ONE_RUN]
+    both = [(result, in_b[result.cell]) for result in results_a if result.cell in in_b]
+    changed = [f"{of_a.cell}: {_how(of_a)} | {_how(of_b)}" for of_a, of_b in both if of_a.state != of_b.state]
+    only = [[name for name in own if name not in others] for own, others in (states, states[::-1])]
+    lists = {"Ended differently": changed, "Only in A": only[0], "Only in B": only[1]}
+    made.lists = {heading: lines for heading, lines in lists.items() if lines}
+    made.sides = [_sweep("A", a, results_a), _sweep("B", b, results_b), *_versions(results_a, results_b), NOTE]
+    rows = [row(*pair, made.changes.get(pair[0].cell, {})) for pair in both]
+    made.table = titled("compare", "Cells in both", COLUMNS, rows)
     return made
+
+
+def _sweep(side: str, name: Path, results: Sequence[CellResult]) -> str:
+    platforms = dict.fromkeys(result.platform for result in results if result.platform)
+    profiles = dict.fromkeys(
+        f"{result.warmup_steps} + {result.steps} steps x {result.runs}" for result in results if result.outcome == "ok"
+    )
+    measured = "; ".join([*platforms, *profiles])
+    return f"{side}: {name}, {len(results)} cells" + (f"; {measured}" if measured else "")
+
+
+def _versions(a: Sequence[CellResult], b: Sequence[CellResult]) -> Iterator[str]:
+    """Versions of packages that one side alone has; nothing where both have the same."""
+    of_a, of_b = (
+        list(dict.fromkeys(f"{name} {version}" for result in each for name, version in result.versions.items()))
+        for each in (a, b)
+    )
+    if of_a != of_b:
+        for side, own, others in (("A", of_a, of_b), ("B", of_b, of_a)):
+            yield f"   only {side}: {', '.join(each for each in own if each not in others) or 'nothing'}"
+
+
+def _how(result: CellResult) -> str:
+    return result.state + (f" ({result.reason})" if result.reason else "")
+
+
+def row(a: CellResult, b: CellResult, changes: Mapping[str, Contrast]) -> tuple[str, ...]:
+    """A cell of both sweeps, under COLUMNS."""
+    moved = f" (BS {a.batch_size} -> {b.batch_size})" if a.batch_size != b.batch_size else ""
+    speeds = (number(each.tokens_per_s) if each.state == "ok" else each.state for each in (a, b))
+    speed = changes.get("tokens_per_s", contrast(None, None))
+    shown = (
+        "" if speed.ratio is None else f"{speed.ratio:.3f}",
+        "" if speed.ratio_ci is None else f"[{speed.ratio_ci[0]:.3f}, {speed.ratio_ci[1]:.3f}]",
+        "" if speed.ratio_ci is None else direction(speed, lower_is_better=False),
+    )
+    memory = (as_it_is(getattr(a, name), getattr(b, name)) for name in MEMORY)
+    return (a.cell + moved, *speeds, *shown, *(number(value) for of in memory for value in (of.a, of.b, of.difference)))
 
 
 def _ended(a: Mapping[str, tuple[str, str]], b: Mapping[str, tuple[str, str]]) -> list[Check]:
@@ -305,9 +319,8 @@ def _micros(a: Path, b: Path) -> Compared:
     }
     states = [{label_of(point): (each.outcome, each.reason) for point, each in of.items()} for of in (in_a, in_b)]
     sides = [_side("A", a, len(in_a), "points"), _side("B", b, len(in_b), "points")]
-    as_text = Comparison(sides=sides, table=_table("Points in both", changes, ["median_ms"]))
     doubts = _doubts(*(findings.of_points([*of.values()]) for of in (in_a, in_b)))
-    return Compared("Micro-benchmarks", as_text, measures, changes, _ended(*states), doubts, [WITHIN])
+    return Compared("Micro-benchmarks", sides, measures, changes, _ended(*states), doubts, [WITHIN])
 
 
 def median_contrast(a: Measured, b: Measured) -> Contrast:
@@ -338,9 +351,8 @@ def _breakdowns(a: Path, b: Path) -> Compared:
     }
     states = [{name: (each.outcome, each.reason) for name, each in of.items()} for of in (in_a, in_b)]
     sides = [_side("A", a, len(in_a), "cells"), _side("B", b, len(in_b), "cells")]
-    as_text = Comparison(sides=sides, table=_table("Cells in both", changes, TIMES))
     doubts = _doubts(*(traced_report.findings_of([*of.values()]) for of in (in_a, in_b)))
-    return Compared("Breakdowns", as_text, dict.fromkeys(TIMES, MS), changes, _ended(*states), doubts, [POINT])
+    return Compared("Breakdowns", sides, dict.fromkeys(TIMES, MS), changes, _ended(*states), doubts, [POINT])
 
 
 TIMES = ("step_ms", *(f"{phase}_ms" for phase in PASSES), "communication_ms", "memcpy_ms", "idle_ms")
@@ -363,28 +375,5 @@ def _times_ms(of: Breakdown) -> dict[str, float]:
     return {name: 1e3 * value for name, value in seconds.items()}
 
 
-# As text.
-
-
 def _side(side: str, path: Path, count: int, what: str) -> str:
     return f"{side}: {path}, {count} {what}"
-
-
-def _table(title: str, changes: Mapping[str, Mapping[str, Contrast]], shown: Sequence[str]) -> Table:
-    rows = tuple(
-        (
-            name if measure == shown[0] else "", LABELS[measure], number(of[measure].a), number(of[measure].b),
-            "" if of[measure].ratio is None else f"{of[measure].ratio:.3f}", _between(of[measure].ratio_ci),
-        )
-        for name, of in changes.items()
-        for measure in shown
-    )  # fmt: skip
-    columns = (
-        Column("", left=True), Column("of it", left=True), Column("A"), Column("B"), Column("B / A"),
-        Column("95 % CI", left=True),
-    )  # fmt: skip
-    return titled("compare", title, columns, rows)
-
-
-def _between(interval: Bounds | None) -> str:
-    return f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval and interval[0] < interval[1] else ""

@@ -22,9 +22,19 @@ from numpy.typing import NDArray
 from loadgen import rundir
 from loadgen.document.content import number
 from loadgen.report import build as reports
-from loadgen.report import findings, metrics, repeats, slices
-from loadgen.report.contrast import CONFIDENCE, SAME, Contrast, contrast, of_bounds, of_runs
-from loadgen.report.limits import Check, Limit, Measure, judge
+from loadgen.report import findings, limits, metrics, repeats, slices
+from loadgen.report.contrast import (
+    BETTER,
+    NO_INTERVAL,
+    SAME,
+    WORSE,
+    Contrast,
+    contrast,
+    direction,
+    of_bounds,
+    of_runs,
+)
+from loadgen.report.limits import Check, Limit, Measure
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
 from loadgen.report.repeats import RunVerdict
@@ -34,8 +44,6 @@ from loadgen.rundir.records import Table
 from loadgen.steady import flows
 from loadgen.steady.blocks import NORMAL_975, Bounds, wilson
 from loadgen.steady.window import Estimate, Span, rate
-
-SCHEMA = "loadgen.compare/1"
 
 NOTES = (
     "An interval covers the chance in which moments were measured, not the noise from run to run, which is often "
@@ -68,7 +76,6 @@ MAIN = (
     "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99", "requests_per_s",
     "output_tokens_per_s",
 )  # fmt: skip
-BETTER, WORSE, NO_INTERVAL = "B is better", "B is worse", "no interval"
 LIMITED: dict[str, Measure] = {
     **{
         f"{name.removesuffix('_ms')}_{statistic}": Measure(lower_is_better=True, unit="ms")
@@ -95,10 +102,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """metrics: by name and statistic. configuration: what was set differently, [A, B] by name. between_runs: whether
-    the intervals are; else they are within one run on each side. resamples: of older comparisons. steady: whether the
-    numbers are those of each run's steady window, and not of whole runs."""
+    the intervals are; else they are within one run on each side. steady: whether the numbers are those of each run's
+    steady window, and not of whole runs."""
 
-    schema: str = SCHEMA
     a: Side
     b: Side
     metrics: dict[str, dict[str, Contrast]]
@@ -107,8 +113,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     configuration: dict[str, list[Any]]
     between_runs: bool = False
     steady: bool = False
-    resamples: int = 0
-    confidence: float = CONFIDENCE
     notes: tuple[str, ...] = NOTES
 
 
@@ -192,7 +196,7 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
         },
         failure_ratio=_of_known(failed_a, failed_b),
         throughput={name: over(name) for name in (*repeats.THROUGHPUT, *([GOODPUT] if goodput else []))},
-        configuration=differing(a.manifest, b.manifest),
+        configuration=parts.differing([a.manifest, b.manifest]),
         between_runs=True,
         steady=steady,
         notes=(
@@ -238,21 +242,16 @@ def conclusion(comparison: Comparison) -> tuple[str, str]:
         return "There are too few requests to tell whether A and B differ.", NO_INTERVAL
     clauses = []
     for what in (WORSE, BETTER):
-        names = [name for name in MAIN if name in found and direction(name, found[name]) == what]
+        names = [
+            name
+            for name in MAIN
+            if name in found and direction(found[name], lower_is_better=LIMITED[name].lower_is_better) == what
+        ]
         if names:
             clauses.append(f"{what}: {', '.join(_in_words(name, found[name]) for name in names)}")
     if not clauses:
         return "No difference is shown in any of the main metrics.", SAME
     return f"{'. '.join(clauses)}.", WORSE if clauses[0].startswith(WORSE) else BETTER
-
-
-def direction(name: str, change: Contrast) -> str:
-    """What the difference's interval shows of B: WORSE, BETTER, SAME or NO_INTERVAL."""
-    if change.difference_ci is None:
-        return NO_INTERVAL
-    if change.shows == SAME:
-        return SAME
-    return WORSE if (change.difference_ci[0] > 0) == LIMITED[name].lower_is_better else BETTER
 
 
 def _in_words(name: str, change: Contrast) -> str:
@@ -264,7 +263,7 @@ def _in_words(name: str, change: Contrast) -> str:
     return f"{shown} {100 * (change.ratio - 1):+.1f} %" + (f" ({low:+.1f} to {high:+.1f})" if low < high else "")
 
 
-def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
+def judged(comparison: Comparison, allowed: Sequence[Limit]) -> list[Check]:
     """The verdict of each run, since a gate must not pass on what cannot be trusted, and what came of each limit."""
     found = changes(comparison)
     checks = [
@@ -277,12 +276,11 @@ def judged(comparison: Comparison, limits: Sequence[Limit]) -> list[Check]:
         for side, runs in (("A", comparison.a.runs), ("B", comparison.b.runs))
         for run in runs
     ]
-    for limit in limits:
-        checked = judge(limit, found.get(limit.metric, contrast(None, None)))
-        if limit.metric == GOODPUT and GOODPUT not in found:
+    for check in limits.judged(allowed, {"": found}):
+        if check.name.startswith(GOODPUT) and GOODPUT not in found:
             why = "the runs have no --goodput, or not the same; give both the same limits."
-            checked = msgspec.structs.replace(checked, detail=f"{checked.detail} For goodput {why}")
-        checks.append(checked)
+            check = msgspec.structs.replace(check, detail=f"{check.detail} For goodput {why}")
+        checks.append(check)
     return checks
 
 
@@ -320,7 +318,7 @@ def _within(manifest_a: Manifest, a: _Values, manifest_b: Manifest, b: _Values, 
         },
         failure_ratio=_failures(a.measured, b.measured),
         throughput={name: _of_estimates(rate, b.rates[name]) for name, rate in a.rates.items() if name in b.rates},
-        configuration=differing(manifest_a, manifest_b),
+        configuration=parts.differing([manifest_a, manifest_b]),
         steady=steady,
         notes=(
             *([STEADY_NOTE] if steady else []),
@@ -457,13 +455,3 @@ def _rates(measured: Table, slos: Mapping[str, float], full: slices.FullSlots | 
     }
     known = {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
     return known if full is None else {**known, **full.rates}
-
-
-def differing(a: Manifest, b: Manifest) -> dict[str, list[Any]]:
-    """What was set differently, name -> [A, B]."""
-    of_a, of_b = parts.settings(a), parts.settings(b)
-    return {
-        key: [of_a.get(key), of_b.get(key)]
-        for key in sorted(of_a.keys() | of_b.keys())
-        if of_a.get(key) != of_b.get(key)
-    }

@@ -19,7 +19,7 @@ import msgspec
 from loadgen.steady.blocks import Bounds, t_975
 
 CONFIDENCE = 0.95
-SAME = "no difference shown"
+BETTER, WORSE, SAME, NO_INTERVAL = "B is better", "B is worse", "no difference shown", "no interval"
 
 
 class Contrast(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +47,16 @@ def contrast(
         ratio_ci=ratio_ci,
         shows=_shows(difference_ci) if difference_ci is not None else None,
     )
+
+
+def direction(change: Contrast, lower_is_better: bool) -> str:
+    """What the difference's interval shows of B: BETTER, WORSE, SAME or NO_INTERVAL, which a value that is compared as
+    it is has, too."""
+    if change.shows == SAME:
+        return SAME
+    if change.difference_ci is None or change.difference_ci[0] == change.difference_ci[1]:
+        return NO_INTERVAL
+    return WORSE if (change.difference_ci[0] > 0) == lower_is_better else BETTER
 
 
 def as_it_is(a: float | None, b: float | None) -> Contrast:

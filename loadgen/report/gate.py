@@ -1,5 +1,5 @@
-"""What a gate leaves for a CI job: lines for its log, JUnit XML, a Markdown summary, and the exit code. Pure but for
-writing. Serves the comparisons of training_probe too."""
+"""What a gate leaves for a CI job: a section of the comparison's document, JUnit XML, a Markdown summary, and the exit
+code. Pure but for writing. Serves the comparisons of training_probe too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from backends import exit_codes
 from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.config import ConfigError, check_file
-from loadgen.document.markdown import shown as markdown_text
+from loadgen.document import markdown
+from loadgen.document.content import Document, Section, Table, Text, Tone
 from loadgen.report.limits import Check
 
-_WORDS = {"ok": "ok", "beyond": "BEYOND", "unknown": "UNKNOWN"}
+TONES: dict[int, Tone] = {exit_codes.OK: "good", exit_codes.BEYOND_LIMIT: "bad", exit_codes.INVALID: "warning"}
 
 
 def check_options(limits: Sequence[str], junit: Path | None, summary: Path | None) -> None:
@@ -45,11 +46,13 @@ def headline(checks: Sequence[Check]) -> str:
     return "nothing is shown: the limits cannot be judged on these measurements"
 
 
-def render(checks: Sequence[Check], warnings: Sequence[str]) -> str:
-    """For a terminal: plain text, nothing in it that a terminal obeys."""
-    lines = [f"Gate: {headline(checks)} (exit code {exit_code(checks)})"]
-    lines += [escaped(f"  {_WORDS[check.state]:<8}{check.name}: {check.detail}") for check in checks]
-    return "\n".join([*lines, *(escaped(f"warning: {warning}") for warning in warnings)]) + "\n"
+def section(checks: Sequence[Check], warnings: Sequence[str], conclusion: str) -> Section:
+    """conclusion: what differs, as a sentence."""
+    code = exit_code(checks)
+    rows = [(check.state, check.name, check.detail) for check in checks]
+    table = Table(["", "check", "what was seen"], rows, numeric=False)
+    texts = [Text(f"Exit code {code}: {headline(checks)}. {conclusion}", TONES[code])]
+    return Section("gate", "The gate", [*texts, table, *(Text(f"warning: {each}", "warning") for each in warnings)])
 
 
 def junit(checks: Sequence[Check], program: str) -> bytes:
@@ -72,30 +75,13 @@ def junit(checks: Sequence[Check], program: str) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'.encode()
 
 
-def markdown(checks: Sequence[Check], warnings: Sequence[str], title: str, conclusion: str = "") -> str:
-    """A section for a page that may hold others. conclusion: what differs, as a sentence."""
-    lines = [f"## {markdown_text(title)}", "", f"**Gate: {headline(checks)}.**"]
-    lines += [markdown_text(conclusion)] if conclusion else []
-    lines += ["", "| | check | what was seen |"]
-    lines += ["|---|---|---|"]
-    lines += [f"| {_WORDS[c.state]} | {markdown_text(c.name)} | {markdown_text(c.detail)} |" for c in checks]
-    lines += ["", *(f"- {markdown_text(warning)}" for warning in warnings)] if warnings else []
-    return "\n".join(lines) + "\n\n"
-
-
-def finish(
-    checks: Sequence[Check],
-    warnings: Sequence[str],
-    program: str,
-    junit_file: Path | None,
-    summary: Path | None,
-    conclusion: str = "",
-) -> int:
+def finish(checks: Sequence[Check], gate: Section, program: str, junit_file: Path | None, summary: Path | None) -> int:
     """Writes what was asked for; the exit code. The summary is added at the end of its file, since the file of a CI
-    job's summary may hold what came before. Raises OSError."""
+    job's summary may hold what came before. gate: their section. Raises OSError."""
     if junit_file is not None:
         rundir.replace(junit_file, junit(checks, program))
     if summary is not None:
+        document = Document(title=f"{program} compare", verdict=f"Gate: {headline(checks)}.", sections=[gate])
         with summary.open("a", encoding="utf-8") as file:
-            file.write(markdown(checks, warnings, f"{program} compare", conclusion))
+            file.write(markdown.render(document) + "\n")
     return exit_code(checks)

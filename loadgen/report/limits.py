@@ -18,7 +18,7 @@ import msgspec
 from backends.untrusted import nearest
 from loadgen.config import ConfigError
 from loadgen.document.content import number
-from loadgen.report.contrast import Contrast
+from loadgen.report.contrast import Contrast, contrast
 
 _LIMIT = re.compile(r"\s*([^\s<>]+)\s*([<>])=?\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*(\S*)\s*", re.ASCII)
 _UNITS_OF_B = {"ms": {"": 1.0, "ms": 1.0, "s": 1000.0}, "": {"": 1.0, "/s": 1.0}, "GiB": {"": 1.0, "GiB": 1.0}}
@@ -95,6 +95,14 @@ def _suggestion(name: str, known: Mapping[str, Measure]) -> str:
         return f"say which of it: {', '.join(of_it)}."
     meant = nearest(name.replace("/", "_per_"), known)
     return f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}."
+
+
+def judged(limits: Sequence[Limit], changes: Mapping[str, Mapping[str, Contrast]]) -> list[Check]:
+    """What came of each limit for each subject that was compared; "" is the only one."""
+    if not changes:
+        return [Check("limit", "limits", "unknown", "Nothing ended well in both A and B.")]
+    unknown = contrast(None, None)
+    return [judge(limit, of.get(limit.metric, unknown), name) for name, of in changes.items() for limit in limits]
 
 
 def judge(limit: Limit, change: Contrast, subject: str = "") -> Check:

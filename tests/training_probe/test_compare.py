@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.document import html
-from tests.training_probe.measured import result
+from loadgen.document import html, terminal
+from tests.training_probe.measured import HOSTILE, result
 from tests.training_probe.pages import charts_of, numbers_of
 from training_probe import cli
 from training_probe import compare as comparison
@@ -26,7 +26,7 @@ from training_probe.results import BREAKDOWN_FILE, CellResult, ResultsError, app
 
 
 def swept(directory: Path, *results: CellResult) -> Path:
-    directory.mkdir()
+    directory.mkdir(parents=True)
     for each in results:
         append(directory, each)
     return directory
@@ -75,7 +75,7 @@ def test_one_run_has_the_noise_of_its_steps_and_says_so(tmp_path: Path, capsys: 
     assert comparison.speed_contrast(a, b).ratio_ci == pytest.approx(expected)
     of_a, of_b = swept(tmp_path / "a", a), swept(tmp_path / "b", b)
     assert gate(of_a, of_b, "tokens_per_s<-1%") == 0 and gate(of_a, of_b, "tokens_per_s<-0.5%") == 5
-    assert f"warning: {comparison.ONE_RUN}" in capsys.readouterr().out
+    assert f"warning: {comparison.ONE_RUN}" in " ".join(capsys.readouterr().out.split())
     silent = swept(tmp_path / "c", result(tokens_per_s=900.0))
     assert gate(silent, silent, "tokens_per_s<-1%") == 4  # nothing says how noisy it is
 
@@ -129,6 +129,84 @@ def test_figures_of_an_invalid_sweep_say_so(tmp_path: Path) -> None:
 def test_nothing_in_common_does_not_pass(tmp_path: Path) -> None:
     a, b = swept(tmp_path / "a", result("Z2", outcome="oom")), swept(tmp_path / "b", result("Z3"))
     assert gate(a, b, "tokens_per_s<-3%") == 4
+
+
+# Sweeps as text.
+
+
+def text_of(tmp_path: Path, a: list[CellResult], b: list[CellResult]) -> str:
+    return terminal.render(comparison.compare(swept(tmp_path / "a", *a), swept(tmp_path / "b", *b)).page([], []), 200)
+
+
+def row_of(tmp_path: Path, a: CellResult, b: CellResult) -> dict[str, str]:
+    """The row of the cells in both; those of speeds are by their own heads alone."""
+    found = comparison.compare(swept(tmp_path / "a", a), swept(tmp_path / "b", b)).table
+    heads = [f"{each.group} {each.head}" if "GiB" in each.group else each.head for each in comparison.COLUMNS]
+    return dict(zip(heads, *found.texts(), strict=True))
+
+
+def test_a_sweep_does_not_differ_from_itself(tmp_path: Path) -> None:
+    found = of_runs(990, 1000, 1010)
+    row = row_of(tmp_path / "row", found, found)
+    assert row["B / A"] == "1.000" and row["shows"] == "no difference shown"
+    assert row["allocated GiB B - A"] == row["reserved GiB B - A"] == "0.000"
+    both = [found, result("Z2", outcome="oom")]
+    text = text_of(tmp_path, both, both)
+    assert "Ended differently" not in text and "Only in" not in text
+
+
+def test_a_speed_that_differs_has_its_interval(tmp_path: Path) -> None:
+    slow, fast = of_runs(990, 1000, 1010), of_runs(1188, 1200, 1212)
+    reach = 2.776 * math.sqrt(2 * 0.01**2 / 3)  # both: s = 1 %, n = 3; 4 degrees of freedom, t = 2.776
+    row = row_of(tmp_path / "up", slow, fast)
+    assert row["95 % CI"] == f"[{1.2 * math.exp(-reach):.3f}, {1.2 * math.exp(reach):.3f}]"
+    assert (row["B / A"], row["shows"]) == ("1.200", "B is better")
+    assert row_of(tmp_path / "down", fast, slow)["shows"] == "B is worse"
+
+
+def test_no_spread_no_interval(tmp_path: Path) -> None:
+    row = row_of(tmp_path, result(tokens_per_s=1000.0), of_runs(990, 1000, 1010))
+    assert (row["B / A"], row["95 % CI"], row["shows"]) == ("1.000", "", "")
+
+
+def test_what_changed_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    a = [result("Z3"), result("Z2", outcome="oom", reason="no room"), result("Q"), result("R", gpus=4)]
+    b = [result("Z3", said={"valid": False}), result("Z2", 5000.0), result("R", gpus=2)]
+    lines = text_of(tmp_path, a, b).splitlines()
+    changed, only_a, only_b = (lines.index(head) for head in ("Ended differently:", "Only in A:", "Only in B:"))
+    assert lines[changed + 2 : only_a] == [f"{a[0].cell}: ok | invalid", f"{a[1].cell}: oom (no room) | ok", ""]
+    assert lines[only_a + 2 : only_b] == [a[2].cell, a[3].cell, ""]
+    assert lines[only_b + 2 :] == [b[2].cell]
+    row = row_of(tmp_path / "row", a[0], b[0])
+    assert row["B / A"] == ""  # an invalid speed is compared with nothing
+
+
+def test_memory_is_b_minus_a_and_another_searched_batch_is_shown(tmp_path: Path) -> None:
+    a = result("Z3", micro_batch=None, said={"batch_size": 16, "peak_memory_gb": 30.0})
+    b = result("Z3", micro_batch=None, said={"batch_size": 32, "peak_memory_gb": 45.5, "peak_reserved_gb": None})
+    row = row_of(tmp_path, a, b)
+    assert row["allocated GiB B - A"] == "15.50"
+    assert row["reserved GiB B - A"] == "-"
+    assert "(BS 16 -> 32)" in row["cell"]
+
+
+def test_text_from_elsewhere_is_not_obeyed(tmp_path: Path) -> None:
+    a, b = result(model="x\x1b[2J"), result(model="x\x1b[2J", outcome="crashed", reason=HOSTILE)
+    text = text_of(tmp_path, [a], [b])
+    assert "\x1b" not in text and "\r" not in text and "\u202e" not in text
+
+
+def test_versions_that_differ_are_said(tmp_path: Path) -> None:
+    a, b = ([result(said={"versions": {"torch": torch, "numpy": "2"}})] for torch in ("2.11", "2.13"))
+    text = text_of(tmp_path, a, b)
+    assert "only A: torch 2.11\n" in text and "only B: torch 2.13\n" in text
+
+
+def test_directories_are_read_and_a_missing_one_is_a_sentence(tmp_path: Path) -> None:
+    a = swept(tmp_path / "a", of_runs(1, 2))
+    assert comparison.compare(a, a).sides[0] == f"A: {a}, 1 cells; NVIDIA H200; 30 + 100 steps x 3"
+    with pytest.raises(ResultsError, match="cannot read"):
+        comparison.compare(a, tmp_path / "none")
 
 
 # Micro-benchmarks.
@@ -226,13 +304,14 @@ def test_a_page_has_ratios_with_intervals_and_says_which_are_better(tmp_path: Pa
     page = made.page([], [])
     assert page.verdict == "tokens/s of 3 in both: 1 better, 1 worse, 1 no difference shown."
     chart = charts_of(page)["tokens/s"]
-    ratios = chart.series[0]
-    assert not chart.from_zero and [mark.value for mark in chart.marks] == [1.0]
+    assert not chart.from_zero and [mark.value for mark in chart.marks] == [0.0]
     changes = [each["tokens_per_s"] for each in made.changes.values()]
-    assert list(ratios.y) == [each.ratio for each in changes]
+    assert {series.name for series in chart.series} == {"B is better", "B is worse", "no difference shown"}
     assert not [measure for measure in made.measures if measure in html.render(page)]
-    assert ratios.low is not None and ratios.high is not None
-    assert [*zip(ratios.low, ratios.high, strict=True)] == [each.ratio_ci for each in changes]
+    for series in chart.series:
+        (at,) = series.x
+        low, high = changes[at].ratio_ci
+        assert [*series.low, *series.y, *series.high] == [100 * (end - 1) for end in (low, changes[at].ratio, high)]
     assert set(numbers_of(page)) >= {value for each in changes for value in (each.a, each.b, each.difference)}
     assert "data-value" in (tmp_path / "c.html").read_text()
 
@@ -243,11 +322,11 @@ def test_a_page_names_what_ended_otherwise_and_what_a_limit_found(tmp_path: Path
     made = comparison.compare(a, b)
     page = made.page(made.judged(["tokens_per_s<-3%"]), [])
     assert page.tone == "bad"
-    assert "has no interval" in html.render(page)
-    assert {"Limits", "Ended differently", "Only in A"} <= {section.title for section in page.sections}
+    assert ": beyond the limit." in html.render(page)
+    assert {"The gate", "Ended differently", "Only in A"} <= {section.title for section in page.sections}
 
 
-@pytest.mark.parametrize(("kind", "shown"), [("micro", "1 worse"), ("breakdown", "1 without an interval")])
+@pytest.mark.parametrize(("kind", "shown"), [("micro", "1 worse"), ("breakdown", "1 no interval")])
 def test_other_kinds_have_pages_too(kind: str, shown: str, tmp_path: Path) -> None:
     if kind == "micro":
         a, b = points(tmp_path / "a", timed(GEMM, 1e-3)), points(tmp_path / "b", timed(GEMM, 1.2e-3, 1))

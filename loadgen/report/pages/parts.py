@@ -36,6 +36,13 @@ def settings(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def differing(runs: Sequence[Manifest]) -> dict[str, list[Any]]:
+    """What was set differently, with the value of each run."""
+    known = [settings(run) for run in runs]
+    by_name = {name: [each.get(name) for each in known] for name in sorted(set().union(*known))}
+    return {name: values for name, values in by_name.items() if any(value != values[0] for value in values)}
+
+
 def shared_origin(origins: Iterable[str]) -> str:
     """Where the numbers of several runs come from: "partly" where a part was measured."""
     distinct = set(origins)

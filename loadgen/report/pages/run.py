@@ -129,6 +129,12 @@ def option(value: object) -> str:
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value, ensure_ascii=False)
 
 
+def differing(settings: Mapping[str, Sequence[object]], runs: Sequence[str], caption: str = "") -> Table:
+    """What was set differently, with the value of each run."""
+    rows = [[name, *map(option, values)] for name, values in settings.items()]
+    return Table(headers=["setting", *runs], rows=rows, caption=caption, numeric=False)
+
+
 def _facts(run: Shown) -> Iterator[tuple[str, str]]:
     report, manifest, launch = run.report, run.manifest, run.report.launch
     yield "model", report.model

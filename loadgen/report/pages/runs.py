@@ -65,16 +65,8 @@ def _setup(runs: Sequence[Shown], hrefs: Sequence[str]) -> Iterator[Block]:
     ]
     headers = ["run", "model", "server", "load", "requests ok", "failed", "origin"]
     yield Table(headers=headers, rows=rows, numeric=False)
-    settings = [parts.settings(each.manifest) for each in runs]
-    names = sorted({name for each in settings for name in each})
-    differing = [
-        [name, *(run.option(each.get(name)) for each in settings)]
-        for name in names
-        if any(each.get(name) != settings[0].get(name) for each in settings)
-    ]
-    if differing:
-        caption = "What was set differently"
-        yield Table(headers=["setting", *(each.name for each in runs)], rows=differing, caption=caption, numeric=False)
+    if differing := parts.differing([each.manifest for each in runs]):
+        yield run.differing(differing, [each.name for each in runs], "What was set differently")
 
 
 def _commands(runs: Sequence[Shown]) -> Iterator[Block]:

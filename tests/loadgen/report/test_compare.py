@@ -14,6 +14,7 @@ from loadgen.document import terminal
 from loadgen.report import compare
 from loadgen.report.metrics import METRICS
 from loadgen.report.pages import compare as page
+from loadgen.report.pages import parts
 from loadgen.rundir.records import Table, table
 from tests.loadgen.report.test_metrics import HAND
 from tests.loadgen.tables import failure, manifest, request
@@ -125,14 +126,14 @@ def test_nothing_to_compare_is_no_error() -> None:
 def test_what_was_set_differently_is_listed() -> None:
     a = manifest(config={"requests": 1000, "seed": 0, "out": "a"}, server_version="0.32")
     b = manifest(config={"requests": 1000, "seed": 1, "out": "b", "workers": "2"}, arrival="poisson:5")
-    assert compare.differing(a, b) == {
+    assert parts.differing([a, b]) == {
         "arrival": ["burst", "poisson:5"],
         "config.seed": [0, 1],
         "config.workers": [None, "2"],
         "server_version": ["0.32", None],
     }
     elsewhere = manifest(machine=rundir.Machine(platform="Linux", python="3.11", cpu_count=64, hostname="there"))
-    assert compare.differing(manifest(), elsewhere) == {
+    assert parts.differing([manifest(), elsewhere]) == {
         "machine.cpu_count": [2, 64],
         "machine.hostname": ["here", "there"],
     }

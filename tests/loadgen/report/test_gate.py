@@ -176,12 +176,14 @@ VALID, INVALID = Check("run", "A: a", "ok", "VALID."), Check("run", "B: b", "unk
 )  # fmt: skip
 def test_exit_codes(checks: list[Check], code: int) -> None:
     assert gate.exit_code(checks) == code
-    assert f"exit code {code}" in gate.render(checks, [])
+    text, table = gate.section(checks, [], "").blocks
+    assert text.text.startswith(f"Exit code {code}: ") and len(table.rows) == len(checks)
 
 
 def test_junit_is_what_ci_reads(tmp_path: Path) -> None:
     checks = [VALID, INVALID, OK, BEYOND, UNKNOWN]
-    assert gate.finish(checks, ["w"], "loadgen", tmp_path / "junit.xml", None) == exit_codes.INVALID
+    section = gate.section(checks, ["w"], "")
+    assert gate.finish(checks, section, "loadgen", tmp_path / "junit.xml", None) == exit_codes.INVALID
     suites = ElementTree.parse(tmp_path / "junit.xml").getroot()
     assert suites.tag == "testsuites"
     (suite,) = suites
@@ -203,13 +205,14 @@ def test_junit_is_what_ci_reads(tmp_path: Path) -> None:
 def test_a_summary_is_added_to_what_is_there(tmp_path: Path) -> None:
     page = tmp_path / "summary.md"
     page.write_text("# Before\n")
-    gate.finish([VALID, BEYOND], ["not between runs"], "loadgen", None, page)
+    checks = [VALID, BEYOND]
+    gate.finish(checks, gate.section(checks, ["not between runs"], "B is worse."), "loadgen", None, page)
     text = page.read_text()
-    assert text.startswith("# Before\n## loadgen compare\n")
+    assert text.startswith("# Before\n# loadgen compare\n") and "B is worse." in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 4 and "BEYOND" in rows[3] and "<b>" not in text and "\x1b" not in text
+    assert len(rows) == 4 and "beyond" in rows[3] and "<b>" not in text and "\x1b" not in text
     assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
-    assert "- not between runs" in text
+    assert "warning: not between runs" in text
 
 
 def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path: Path) -> None:
