@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
@@ -18,7 +19,6 @@ from cyclopts import App, Group, Parameter
 
 import backends
 from backends import exit_codes
-from backends.exit_codes import FailedError
 from backends.foreign_files import read_named
 from backends.untrusted import escaped, without_secrets
 from loadgen import child_env, guesses, rundir, terminal
@@ -53,8 +53,8 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     `--config FILE.toml` gives any of these options as keys, with underscores.
     """
     child_env.load_numpy()
-    from loadgen.event_loop import Stop, run_loop
-    from loadgen.run import Run, Stopped, backend_failed, dry_run
+    from loadgen.event_loop import Stop
+    from loadgen.run import Run, dry_run, run_to_end
 
     terminal.use(shown)
     config = config or Config()
@@ -67,19 +67,13 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     one_run.check()
     made = rundir.create(directory, private=config.dataset is not None)
     repeated = config.repeat > 1
-    code = None
     if repeated:
         from loadgen.report import repeats
         from loadgen.search import repeat
     with rundir.alone(directory), Stop() as stop:
         one_run.stop = stop
         try:
-            run_loop(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
-        except FailedError as error:
-            code = backend_failed(error)
-        except Stopped as error:
-            say_error("loadgen", error)
-            code = exit_codes.STOPPED
+            code = run_to_end(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
         finally:
             rundir.remove_if_empty(directory, made)
         if repeated and repeats.is_repeated(directory):
@@ -100,23 +94,16 @@ def sweep(
     sweep.md and figures put them together. --resume DIR goes on after a kill or Ctrl-C: points that finished stay as
     they are.
     """
-    from loadgen.event_loop import Stop, run_loop
-    from loadgen.run import Stopped, backend_failed
+    from loadgen.event_loop import Stop
+    from loadgen.run import run_to_end
     from loadgen.search import sweep as sweeping
 
     terminal.use(shown)
     planned = sweeping.prepare(options or SweepOptions(), terminal.note)
     code = None
     with Stop() as stop, sweeping.alone(planned):
-        try:
-            if planned.waiting:
-                run_loop(sweeping.measure(planned, stop))
-        except FailedError as error:
-            code = backend_failed(error)
-        except Stopped as error:
-            if not planned.began:
-                say_error("loadgen", error)
-            code = exit_codes.STOPPED
+        if planned.waiting:
+            code = run_to_end(sweeping.measure(planned, stop), lambda: planned.began)
         if planned.began:
             of_runs = report_sweep(planned.directory, brief=terminal.is_watched())
             code = of_runs if code is None else code
@@ -205,20 +192,13 @@ def _report(directory: Path, convention: ConventionName) -> int:
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Prints it and writes its files; the exit code."""
+    from loadgen import summary
     from loadgen.breakdown import page, tables
-    from loadgen.report.build import ReportError
-    from loadgen.report.pages import several
 
-    document = page.of(directory, breakdown)
-    terminal.result(rendered(document))
-    try:
-        tables.write(directory, breakdown)
-        several.write(directory / page.FILE, document, "report.md", figures=terminal.OUTPUT.figures)
-    except OSError as error:  # it is printed all the same
-        say_error("loadgen", f"cannot write the breakdown to {directory}: {error.strerror or error}.")
-    except ReportError as error:
-        say_error("loadgen", error)
-    _last_words(directory, tables.to_json(breakdown))
+    summary.publish(
+        page.of(directory, breakdown), directory / page.FILE, "report.md", lambda: tables.write(directory, breakdown),
+        tables.to_json(breakdown),
+    )  # fmt: skip
     return exit_codes.OK
 
 
@@ -227,10 +207,11 @@ def report_one(
 ) -> int:
     """Another tool's definitions are only shown: report.json keeps ours. brief: one screen, for who watches the run.
     written: what the directory holds, where it need not be read."""
+    from loadgen import summary
     from loadgen.report import build as reports
 
     result = _shown(directory, convention, _screen if brief else None, written)
-    _last_words(directory, reports.to_json(result), brief=brief)
+    summary.last_words(directory, reports.to_json(result), brief=brief)
     return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 
 
@@ -273,49 +254,31 @@ def _one_of_several(directory: Path) -> None:
 
 def report_repeats(directory: Path, *, brief: bool = False) -> int:
     """Prints what several runs of one server gave together, and writes repeat.json and its page; the exit code."""
-    from loadgen.report import build as reports
+    from loadgen import summary
     from loadgen.report import repeats
     from loadgen.report.pages import repeat as page
-    from loadgen.report.pages import several
 
     repeated = repeats.read(directory)
-    document = page.of(directory, repeated)
-    if brief:
-        from loadgen import summary
-
-        terminal.show(summary.of_repeats(repeated, terminal.columns(sys.stderr)))
-    else:
-        terminal.result(rendered(document))
-    try:
-        repeats.write(directory, repeated)
-        several.write(directory / page.FILE, document, figures=terminal.OUTPUT.figures)
-    except reports.ReportError as error:  # it is printed all the same
-        say_error("loadgen", error)
-    _last_words(directory, repeats.to_json(repeated), brief=brief)
+    screen = partial(summary.of_repeats, repeated) if brief else None
+    summary.publish(
+        page.of(directory, repeated), directory / page.FILE, "", lambda: repeats.write(directory, repeated),
+        repeats.to_json(repeated), screen,
+    )  # fmt: skip
     return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
 
 
 def report_sweep(directory: Path, *, brief: bool = False) -> int:
     """Prints what the runs of a sweep gave together; writes sweep.json, sweep.md, page and figures; the exit code."""
-    from loadgen.report import build as reports
+    from loadgen import summary
     from loadgen.report import sweeps
-    from loadgen.report.pages import several
     from loadgen.report.pages import sweep as page
 
     swept = sweeps.read(directory)
-    document = page.of(directory, without_secrets(swept))
-    if brief:
-        from loadgen import summary
-
-        terminal.show(summary.of_sweep(swept, terminal.columns(sys.stderr)))
-    else:
-        terminal.result(rendered(document))
-    try:
-        sweeps.write(directory, swept)
-        several.write(directory / page.FILE, document, page.TEXT, figures=terminal.OUTPUT.figures)
-    except reports.ReportError as error:  # it is printed all the same
-        say_error("loadgen", error)
-    _last_words(directory, sweeps.to_json(swept), brief=brief)
+    screen = partial(summary.of_sweep, swept) if brief else None
+    summary.publish(
+        page.of(directory, without_secrets(swept)), directory / page.FILE, page.TEXT,
+        lambda: sweeps.write(directory, swept), sweeps.to_json(swept), screen,
+    )  # fmt: skip
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
 
@@ -325,16 +288,6 @@ def rendered(document: Document, stream: TextIO | None = None) -> str:
     from loadgen.document import terminal as renderer
 
     return renderer.render(document, terminal.width(stream or sys.stderr))
-
-
-def _last_words(directory: Path, json: str, *, brief: bool = False) -> None:
-    if brief:
-        from loadgen import summary
-
-        terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
-    else:
-        terminal.result(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
-    result_line(json)
 
 
 def collect(

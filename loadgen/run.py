@@ -11,7 +11,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +32,7 @@ from loadgen.client.engine import Progress, Send, Snapshot
 from loadgen.client.limits import check_workers, make_room, named_workers, sized
 from loadgen.client.workers import sender
 from loadgen.config import Config, ConfigError, from_environment, keys_of_url
-from loadgen.event_loop import Stop
+from loadgen.event_loop import Stop, run_loop
 from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # most runs start no server and use no cluster: what these st
     from loadgen.server.launch import Launch
     from loadgen.server.managed import ManagedServer
 
+BEFORE = "before the load began"
 Say = Callable[[str], None]  # a line for the person who watches
 
 
@@ -149,6 +150,17 @@ class Run:
     def sidecar(self) -> contextlib.AbstractAsyncContextManager[Monitor]:
         """The process that watches this run from beside."""
         return sidecar(self.config.metrics_port, self.config.server_metrics)
+
+    async def measure_one(self, served: Served, when: str = BEFORE, watch: Progress | None = None) -> None:
+        """One of several on a server that is there, in its own directory, which goes again where it stays empty. A
+        signal ends it in good order."""
+        made = rundir.create(self.directory, private=self.config.dataset is not None)
+        try:
+            with stoppable(self.stop, when):
+                async with self.sidecar() as monitor:
+                    await self.measure_on(served, monitor, watch)
+        finally:
+            rundir.remove_if_empty(self.directory, made)
 
     async def measure_on(self, served: Served, monitor: Monitor, watch: Progress | None = None) -> None:
         """Sends the load to a server that is there, and leaves the records. watch: is given the clients' snapshots."""
@@ -433,8 +445,22 @@ def target_of(config: Config) -> Target:
     return target
 
 
+def run_to_end(measuring: Coroutine[object, object, None], began: Callable[[], bool] = lambda: False) -> int | None:
+    """Measures; the exit code where it failed, or was stopped before there was anything to report. began: whether some
+    of it is there to report."""
+    try:
+        run_loop(measuring)
+    except FailedError as error:
+        return backend_failed(error)
+    except Stopped as error:
+        if not began():
+            say_error("loadgen", error)
+        return exit_codes.STOPPED
+    return None
+
+
 @contextlib.contextmanager
-def stoppable(stop: Stop, when: str = "before the load began") -> Iterator[None]:
+def stoppable(stop: Stop, when: str = BEFORE) -> Iterator[None]:
     """A signal ends the block, and what was started is taken back; during the load of a run the signals are the
     clients' own. Raises Stopped, which says `when` that was."""
     task = asyncio.current_task()

@@ -7,21 +7,27 @@ a server is escaped, and never read as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from backends.untrusted import escaped
-from loadgen.document.content import number
+from loadgen import terminal
+from loadgen.document.content import Document, number
+from loadgen.document.terminal import render
 from loadgen.report import sweeps
+from loadgen.report.build import ReportError
 from loadgen.report.finding import Finding
+from loadgen.report.pages import several
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
 from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, not_ok, timetable_line, verdict_line, warning
 
+Screen = Callable[[int], list[Text]]  # of a terminal with so many columns
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
@@ -30,6 +36,33 @@ SWEPT = {
     "tpot p50": "tpot_p50", "tpot p99": "tpot_p99", "e2el p50": "e2el_p50", "e2el p99": "e2el_p99",
 }  # fmt: skip
 STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def publish(
+    document: Document, page: Path, text: str, write: Callable[[], object], as_json: str, screen: Screen | None = None
+) -> None:
+    """Prints a result, as one screen where one is given, and writes its files into the page's directory: its numbers,
+    as `write` does, its page, Markdown and figures. The last words follow."""
+    if screen is not None:
+        terminal.show(screen(terminal.columns(sys.stderr)))
+    else:
+        terminal.result(render(document, terminal.width(sys.stderr)))
+    try:
+        write()
+        several.write(page, document, text, figures=terminal.OUTPUT.figures)
+    except (OSError, ReportError) as error:  # it is printed all the same
+        why = error if isinstance(error, ReportError) else f"cannot write to {page.parent}: {error.strerror or error}."
+        terminal.say_error("loadgen", why)
+    last_words(page.parent, as_json, brief=screen is not None)
+
+
+def last_words(directory: Path, as_json: str, *, brief: bool = False) -> None:
+    """Names the files that are there, and prints the result as JSON for scripts."""
+    if brief:
+        terminal.show(files(directory, terminal.columns(sys.stderr)))
+    else:
+        terminal.result(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
+    terminal.result_line(as_json)
 
 
 def of_run(report: Report, columns: int) -> list[Text]:

@@ -12,7 +12,7 @@ torch never is: it belongs to the processes that measure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -154,12 +154,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
         print(sweeps.dry_run(cells, settings, directory), end="")
         say(f"{len(cells)} cell{'' if len(cells) == 1 else 's'}; nothing was started")
         return exit_codes.OK
-    from training_probe.options import check_built, check_large, check_machine
-
-    if grid.device is None:
-        check_large(cells, known)
-    check_machine(cells, len(gpu_ids))
-    check_built(known)
+    _check_here(grid, cells, known, gpu_ids)
     _serve_metrics(directory, metrics_port)
     return _report(directory, sweeps.sweep(cells, settings, directory, say))
 
@@ -183,7 +178,6 @@ def breakdown(
     from loadgen import rundir
     from training_probe import own_deepspeed
     from training_probe.breakdown import run as traced
-    from training_probe.options import check_built, check_large, check_machine
 
     grid, tracing = grid or TracedGrid(), tracing or Tracing()
     if grid == TracedGrid(device=grid.device, gpus=grid.gpus):
@@ -193,12 +187,19 @@ def breakdown(
     settings = tracing.settings(grid.preset, known, gpu_ids, sys.argv[1:])
     for clause in own_deepspeed.check(cells, settings.deepspeed):
         say(f"{clause}.")
+    _check_here(grid, cells, known, gpu_ids)
+    directory = out or Path("runs") / rundir.new_run_id()
+    return _report(directory, traced.breakdown(cells, settings, directory, say))
+
+
+def _check_here(grid: Grid, cells: Sequence[Cell], known: Mapping[str, Model], gpu_ids: Sequence[int]) -> None:
+    """That this machine can run the cells. Raises GridError."""
+    from training_probe.options import check_built, check_large, check_machine
+
     if grid.device is None:
         check_large(cells, known)
     check_machine(cells, len(gpu_ids))
     check_built(known)
-    directory = out or Path("runs") / rundir.new_run_id()
-    return _report(directory, traced.breakdown(cells, settings, directory, say))
 
 
 def _serve_metrics(directory: Path, port: int | None) -> None:
@@ -247,7 +248,6 @@ def _report(directory: Path, code: int) -> int:
     measured = results.read(directory)
     notes = reports.unread(directory / results.RESULTS_FILE)
     document = reports.document(measured, reports.read_manifest(directory), notes)
-    say("\n" + document.text(width(sys.stderr)))
     return cli.finished(directory, document, {result.state for result in measured}, code)
 
 
@@ -259,7 +259,6 @@ def _report_breakdown(directory: Path, code: int) -> int:
 
     traced = read(directory)
     document = reports.document(traced, read_manifest(directory), unread(directory / BREAKDOWN_FILE))
-    say("\n" + document.text(width(sys.stderr)))
     return cli.finished(directory, document, {each.outcome for each in traced}, code)
 
 

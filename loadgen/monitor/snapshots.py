@@ -14,15 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
-from backends.untrusted import UNDECODABLE
 from loadgen.monitor.messages import PERIOD_S, Live, View
 from loadgen.monitor.server_view import ServerSample
-from loadgen.monitor.tail import Tail
-from loadgen.monitor.totals import Record, Totals
-from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, parts, read_manifest, write_snapshot
-from loadgen.rundir.parts import OF_THE_RUN, Part
+from loadgen.monitor.tail import RecordTail
+from loadgen.monitor.totals import Totals
+from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
+from loadgen.rundir.parts import OF_THE_RUN
 
 if TYPE_CHECKING:  # it loads rich, which a run without a view does without
     from loadgen.monitor.view import Drawing, Recent
@@ -35,18 +32,17 @@ class Recorder:
         """recent: is given the records, too."""
         self._directory, self._manifest, self._recent = directory, manifest, recent
         self.totals = Totals()
-        self._tails: dict[Part, Tail | None] = {}  # None: read to its end
-        self._decode = msgspec.json.Decoder(Record).decode
+        self._records = RecordTail(directory)
         self.live: Live | None = None
         self.sample: ServerSample | None = None
 
     def write(self, over: bool = False) -> None:
         """Brings the snapshot up to date. over: nobody writes any more."""
         clients = self._manifest.client_processes or 1
-        writers = {part.worker for part in self._tails}
+        writers = self._records.writers
         if over and OF_THE_RUN not in writers and len(writers) < clients:
             # A file came and was joined with the others between two looks: from the beginning, which is not long ago.
-            self.totals, self._tails = Totals(), {}
+            self.totals, self._records = Totals(), RecordTail(self._directory)
         self.follow()
         state: Literal["running", "finished", "stopped"] = "running"
         if over:
@@ -61,25 +57,10 @@ class Recorder:
 
     def follow(self) -> None:
         """Adds up the records that are new."""
-        found = [part for part in parts.find(self._directory) if not part.packed]
-        followed = [part for part in found if part.worker != OF_THE_RUN]
-        if not any(part.worker != OF_THE_RUN for part in self._tails) and len(followed) < len(found):
-            followed = [part for part in found if part.worker == OF_THE_RUN]
-        for part in followed:
-            self._tails.setdefault(part, Tail(part.path))
-        full = {(part.worker, part.number - 1) for part in found}
-        for part, tail in self._tails.items():
-            if tail is None:
-                continue
-            for line in tail.lines():
-                with contextlib.suppress(*UNDECODABLE):
-                    record = self._decode(line)
-                    self.totals.add(record)
-                    if self._recent is not None:
-                        self._recent.add(record)
-            if (part.worker, part.number) in full:  # before these lines were read
-                tail.close()
-                self._tails[part] = None
+        for record in self._records.records():
+            self.totals.add(record)
+            if self._recent is not None:
+                self._recent.add(record)
 
     def _live_families(self, over: bool) -> Iterator[Family]:
         planned = self._manifest.requests_planned

@@ -38,6 +38,7 @@ class Record(msgspec.Struct):
     events: int = 0
     itl_us: list[int] = []
     client: dict[str, object] | None = None  # a footer's
+    t0_monotonic_ns: int | None = None  # a header's
 
 
 class _Latency:

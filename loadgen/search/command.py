@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from backends import exit_codes
-from backends.exit_codes import FailedError
 from backends.untrusted import without_secrets
 from loadgen import rundir, summary, terminal
 from loadgen.config import Config, ConfigError
-from loadgen.document.terminal import render
-from loadgen.event_loop import Stop, run_loop
-from loadgen.report.build import ReportError
-from loadgen.report.pages import several
-from loadgen.run import Run, Stopped, backend_failed
+from loadgen.event_loop import Stop
+from loadgen.run import Run, run_to_end
 from loadgen.search import live, objective, page, results
 from loadgen.search.results import AxisName, SearchResult
-from loadgen.terminal import result_line, say_error
 
 ATTAIN, BUDGET_MINUTES = 0.99, 20.0  # where none is given
 
@@ -63,15 +58,11 @@ def _checked(config: Config, directory: Path) -> Run:
 
 
 def _measured(one: live.Search, made: Path | None) -> int:
-    directory, code = one.whole.directory, None
+    directory = one.whole.directory
     with Stop() as stop:
         one.whole.stop = stop
         try:
-            run_loop(one.measure())
-        except FailedError as error:
-            code = backend_failed(error)
-        except Stopped:
-            code = exit_codes.STOPPED
+            code = run_to_end(one.measure(), began=lambda: True)
         finally:
             if one.result.probes or made is None:
                 one.stopped()
@@ -86,15 +77,6 @@ def _measured(one: live.Search, made: Path | None) -> int:
 def show(directory: Path, result: SearchResult) -> None:
     """Prints the answer and writes its text, figure and page, without secrets."""
     result = without_secrets(result)
+    screen = partial(page.screen, result) if terminal.is_watched() else None
     document = page.of(directory, result)
-    if terminal.is_watched():
-        terminal.show(page.screen(result, terminal.columns(sys.stderr)))
-    else:
-        terminal.result(render(document, terminal.width(sys.stderr)))
-    try:
-        several.write(directory / page.FILE, document, "search.md", figures=terminal.OUTPUT.figures)
-    except ReportError as error:  # it is printed all the same
-        say_error("loadgen", error)
-    if terminal.is_watched():
-        terminal.show(summary.files(directory, terminal.columns(sys.stderr)))
-    result_line(results.to_json(result))
+    summary.publish(document, directory / page.FILE, "search.md", lambda: None, results.to_json(result), screen)

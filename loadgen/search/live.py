@@ -215,21 +215,17 @@ class Search:
             stop_when_overloaded=step.kind == "probe" and self.result.options.axis == "rate", **step.options,
         )  # fmt: skip
         one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
-        made = rundir.create(directory, private=config.dataset is not None)
         began_s = time.monotonic()
         watch = Watch(
             directory=str(directory.absolute()), load=config.load, limits_ms=self.result.options.slo_ms,
             attain=self.result.options.attain, requests=step.requests,
         )  # fmt: skip
+        if step.kind == "probe":
+            self._watcher.begin(watch)
         try:
-            with stoppable(whole.stop, "between two probes"):
-                async with one.sidecar() as monitor:
-                    if step.kind == "probe":
-                        self._watcher.begin(watch)
-                    await one.measure_on(served, monitor, self._watched(step))
+            await one.measure_one(served, "between two probes", self._watched(step))
         finally:
             self._watcher.over()
-            rundir.remove_if_empty(directory, made)
         run = await asyncio.to_thread(self._probe_run, directory, step, config.load)
         probe = msgspec.structs.replace(run.probe, seconds=time.monotonic() - began_s)
         if whole.stop.number is not None and probe.counted == 0:

@@ -23,14 +23,8 @@ async def measure(whole: Run, finished: Callable[[Path], object]) -> None:
         async with whole.served() as served:
             for number in range(1, whole.config.repeat + 1):
                 one = _run(whole, number)
-                made = rundir.create(one.directory, private=whole.config.dataset is not None)
                 whole.say(f"run {number} of {whole.config.repeat}, seed {one.config.seed}")
-                try:
-                    with stoppable(whole.stop):
-                        async with one.sidecar() as monitor:
-                            await one.measure_on(served, monitor)
-                finally:
-                    rundir.remove_if_empty(one.directory, made)
+                await one.measure_one(served)
                 await asyncio.to_thread(finished, one.directory)
                 if whole.stop.number is not None:
                     return

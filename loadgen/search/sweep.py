@@ -234,12 +234,7 @@ async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look) -> None:
     done = len(sweep.runs) - len(sweep.waiting)
     sweep.say(f"run {done + 1} of {len(sweep.runs)}: {run.name}, seed {run.seed}; {_lasts(config)}{sweep.rest()}")
     one = Run(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
-    made = rundir.create(directory, private=config.dataset is not None)
-    try:
-        async with one.sidecar() as monitor:
-            await one.measure_on(served, monitor)
-    finally:
-        rundir.remove_if_empty(directory, made)
+    await one.measure_one(served)
     await asyncio.to_thread(_reported, sweep, run)
 
 

@@ -18,11 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.untrusted import UNDECODABLE
 from loadgen.clock import now_ns
 from loadgen.load.load import Load
-from loadgen.monitor.tail import Tail
-from loadgen.rundir import parts
+from loadgen.monitor.tail import RecordTail
+from loadgen.monitor.totals import Record
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import Table
 from loadgen.search.highest import Goal, Seen, judge
@@ -48,41 +47,20 @@ class Enough(msgspec.Struct, frozen=True):
     directory: str
 
 
-class _Line(msgspec.Struct):
-    """A line of records: a request, or the header."""
-
-    id: int = -1
-    phase: str = "measured"
-    sent_ns: int | None = None
-    first_token_ns: int | None = None
-    last_token_ns: int | None = None
-    done_ns: int | None = None
-    output_tokens: int | None = None
-    first_tokens: int | None = None
-    outcome: str = ""
-    t0_monotonic_ns: int | None = None
-
-
 class Follower:
     """One probe's records so far."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._due_ns = watch.load.due_ns() if watch.load.streams is None else None
-        self._tails: dict[Path, Tail] = {}
-        self._decode = msgspec.json.Decoder(_Line).decode
+        self._records = RecordTail(Path(watch.directory))
         self._t0_ns: int | None = None
         self._rows: list[tuple[int, ...]] = []
 
     def enough(self) -> bool:
         """Whether the probe has shown what it can show."""
-        for part in parts.find(Path(self._watch.directory)):
-            if not part.packed and part.path not in self._tails:
-                self._tails[part.path] = Tail(part.path)
-        for tail in self._tails.values():
-            for line in tail.lines():
-                with contextlib.suppress(*UNDECODABLE):
-                    self._take(self._decode(line))
+        for record in self._records.records():
+            self._take(record)
         if self._t0_ns is None or not self._rows:
             return False
         rows = np.asarray(self._rows, np.int64)
@@ -94,14 +72,14 @@ class Follower:
         seen = assemble(self._due_ns, rows[over, 0], times.sent_ns[over], times.done_ns[over], late[over], elapsed_ns)
         return judge(Goal(attain=self._watch.attain), seen, self._watch.requests) is not None
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, line: Record) -> None:
         if line.t0_monotonic_ns is not None:
             self._t0_ns = line.t0_monotonic_ns
-        elif line.id >= 0 and line.phase == "measured":
+        elif line.id is not None and line.phase == "measured":
             stamps = (line.sent_ns, line.first_token_ns, line.last_token_ns, line.done_ns)
             tokens = (line.output_tokens, line.first_tokens)
             ended = {"ok": 1, "cancelled": -1, "abandoned": -1}.get(line.outcome, 0)
-            self._rows.append((line.id, *(-1 if each is None else each for each in (*stamps, *tokens)), ended))
+            self._rows.append((line.id, *(each if isinstance(each, int) else -1 for each in (*stamps, *tokens)), ended))
 
 
 def worst(late: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ DIR/trials/<cell>/profile/: trial.json, log.txt, rank<N>.json, profile.json, tra
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 from collections.abc import Sequence
@@ -14,15 +15,13 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from backends import exit_codes
 from backends.untrusted import UNDECODABLE, read_json_lines
 from loadgen import rundir, trace
-from loadgen.event_loop import Stop
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.conditions import Conditions, worst
 from training_probe.grid import Cell, GridError
 from training_probe.launch import runner
-from training_probe.launch.runner import Limits, MemoryReturn, StoppedError
+from training_probe.launch.runner import Limits, MemoryReturn
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Amount, Outcome, ResultsError
 from training_probe.sweep import run
@@ -71,12 +70,9 @@ def breakdown(
     """Traces the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Dependencies()
     manifest = run.begin(cells, settings, directory, around)
-    cancelled = threading.Event()
-    memory = MemoryReturn(around.probe, manifest.gpu_ids)
-    stop = Stop()
-    try:
-        with rundir.alone(directory), stop, (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
-            stop.on_signal(cancelled.set)
+
+    def trace_all(cancelled: threading.Event) -> None:
+        with contextlib.closing(MemoryReturn(around.probe, manifest.gpu_ids)) as memory:
             for number, cell in enumerate(manifest.cells, 1):
                 say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
                 memory.wait(cancelled)
@@ -84,12 +80,9 @@ def breakdown(
                 file.write(msgspec.json.encode(result) + b"\n")
                 if result.outcome != "ok":
                     say(f"{cell.name}: {result.outcome}: {result.reason}")
-    except StoppedError:
-        say(f"stopped; what is done is in {directory}")
-        return stop.exit_code or exit_codes.STOPPED
-    finally:
-        memory.close()
-    return exit_codes.OK
+
+    with rundir.alone(directory), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+        return runner.until_stopped(directory, say, trace_all)
 
 
 def read(directory: Path) -> list[Breakdown]:

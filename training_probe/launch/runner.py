@@ -23,12 +23,13 @@ from typing import Protocol
 import msgspec
 
 import loadgen.child_env
-from backends import process
+from backends import exit_codes, process
 from backends.exit_codes import FailedError
 from backends.gpus import Probe
 from backends.launch import LaunchError, Running, Start
 from backends.untrusted import UNDECODABLE
 from loadgen.cluster.link import NodeLost
+from loadgen.event_loop import Stop
 from loadgen.monitor.tail import Tail
 from loadgen.rundir import usable_cpus
 from training_probe.launch.outcome import Ended, Evidence, ProcessOutcome, judge, oom_kills
@@ -138,6 +139,19 @@ class Here:
 
 
 HERE = Here()
+
+
+def until_stopped(directory: Path, say: Callable[[str], None], work: Callable[[threading.Event], None]) -> int:
+    """Does the work of a measurement, which a signal ends by the event that it is given; the exit code."""
+    cancelled, stop = threading.Event(), Stop()
+    try:
+        with stop:
+            stop.on_signal(cancelled.set)
+            work(cancelled)
+    except StoppedError:
+        say(f"stopped; what was measured is in {directory}")
+        return stop.exit_code or exit_codes.STOPPED
+    return exit_codes.OK
 
 
 def start_here(job: Job, port: int) -> Start:

@@ -345,25 +345,25 @@ def _run(
 
 
 def reported(directory: Path, code: int) -> int:
-    """Prints what there is so far, and writes its report; the exit code."""
+    """Reports what there is so far; the exit code."""
     from training_probe.micro import report, run
     from training_probe.report.build import unread
 
     results = run.read_results(directory)
     notes = unread(directory / run.RESULTS_FILE)
     document = report.document(results, run.read_manifest(directory), run.read_about(directory), notes)
-    say("\n" + document.text(width(sys.stderr)))
     return finished(directory, document, {result.outcome for result in results}, code)
 
 
 def finished(directory: Path, document: Document, outcomes: Set[str], code: int) -> int:
-    """Writes the report, names the files that are there and prints the report as JSON for scripts; the exit code, where
-    `code` is not one yet."""
+    """Prints the result, writes its report, names the files that are there and prints the report as JSON for scripts;
+    the exit code, where `code` is not one yet."""
     import json
 
     from training_probe.report.build import ran_nothing
     from training_probe.report.document import ReportError
 
+    say("\n" + document.text(width(sys.stderr)))
     try:
         document.write(directory)
     except ReportError as error:  # it is printed all the same

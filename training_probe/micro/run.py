@@ -21,15 +21,14 @@ from pathlib import Path
 
 import msgspec
 
-from backends import exit_codes, foreign_files
+from backends import foreign_files
 from backends.launch import WITHOUT_P2P, LaunchError
 from backends.untrusted import UNDECODABLE, read_json, read_json_lines
 from loadgen import rundir
-from loadgen.event_loop import Stop
 from loadgen.rundir import Machine, this_machine
 from training_probe.launch import runner
 from training_probe.launch.outcome import Evidence, judge
-from training_probe.launch.runner import ALONE, HERE, Job, Limits, NodeRank, Place, RunnerError, StoppedError
+from training_probe.launch.runner import ALONE, HERE, Job, Limits, NodeRank, Place, RunnerError
 from training_probe.points import (
     ABOUT_FILE,
     LOG_FILE,
@@ -111,22 +110,17 @@ def measure(
     rundir.create(directory)
     say(f"{len(manifest.task.points)} points on {manifest.device_name}; results go to {directory}/")
     write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
-    cancelled = threading.Event()
-    (directory / RESULTS_FILE).touch()
-    with rundir.alone(directory), Stop() as stop, (directory / RESULTS_FILE).open("ab", buffering=0) as results:
-        stop.on_signal(cancelled.set)
+    with rundir.alone(directory), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
 
         def keep(result: Measured) -> None:
             results.write(msgspec.json.encode(result) + b"\n")
 
-        try:
+        def measure_all(cancelled: threading.Event) -> None:
             for launch in _launches(manifest.task.points, os.environ):
                 points = _PointFile(launch, directory / RUNS / launch.name, say, keep)
                 _run(manifest, points, command or Command(), place, cancelled)
-        except StoppedError:
-            say(f"stopped; what was measured is in {directory}")
-            return stop.exit_code or exit_codes.STOPPED
-    return exit_codes.OK
+
+        return runner.until_stopped(directory, say, measure_all)
 
 
 def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Launch]:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -30,7 +29,6 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
-from loadgen.event_loop import Stop
 from training_probe import own_deepspeed, results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.cluster import Placed, joined
@@ -39,9 +37,9 @@ from training_probe.launch.runner import (
     THREADS,
     MemoryReturn,
     NodeRank,
-    StoppedError,
     command_of,
     files_of,
+    until_stopped,
 )  # fmt: skip
 from training_probe.protocol import write_atomically
 from training_probe.results import GIB, CellResult, Outcome, of_cell
@@ -186,25 +184,16 @@ def _measure(
         lambda cell, speed: utilization(cell, manifest, speed),
     )  # fmt: skip
     measuring = _Measuring(directory, manifest, around, progress, cells)
-    state: Literal["finished", "stopped"] = "stopped"
-    stop = Stop()
+    code = exit_codes.FAILED
     try:
-        with stop:
-            stop.on_signal(measuring.cancelled.set)
-            if around.cluster is None:
-                measuring.here(cells)
-            else:
-                around.cluster.each(cells, measuring.on_nodes, measuring.cancelled)
-        state = "finished"
-    except StoppedError:
-        say(f"stopped; what is done is in {directory}, and a resumed sweep goes on from there")
-        return stop.exit_code or exit_codes.STOPPED
+        code = until_stopped(directory, say, measuring.all)
     except NodeLost as lost:
         say(f"{lost}; what is done is in {directory}, and --resume goes on once all nodes are there")
-        return exit_codes.FAILED
     finally:
-        progress.end(state)
-    return exit_codes.OK
+        progress.end("finished" if code == exit_codes.OK else "stopped")
+    if code not in (exit_codes.OK, exit_codes.FAILED):
+        say(f"training_probe sweep --resume {directory} goes on from there")
+    return code
 
 
 class _Measuring:
@@ -213,17 +202,22 @@ class _Measuring:
     def __init__(
         self, directory: Path, manifest: SweepManifest, around: Dependencies, progress: Progress, cells: Sequence[Cell]
     ) -> None:
-        self.cancelled = threading.Event()
+        self._cancelled = threading.Event()
+        self._cells = cells
         self._directory, self._manifest, self._around, self._progress = directory, manifest, around, progress
         self._lock = threading.Lock()
         self._left = {cell.name for cell in cells}  # to be run
         if around.cluster is None:
             self._left = {cell.name for cell in cells if self._refusal(cell, manifest) is None}
 
-    def here(self, cells: Sequence[Cell]) -> None:
-        """One after another."""
+    def all(self, cancelled: threading.Event) -> None:
+        """One after another, or on a cluster. Raises StoppedError and NodeLost."""
+        self._cancelled = cancelled
+        if self._around.cluster is not None:
+            self._around.cluster.each(self._cells, self.on_nodes, cancelled)
+            return
         with contextlib.closing(MemoryReturn(self._around.probe, self._manifest.gpu_ids)) as memory:
-            for cell in cells:
+            for cell in self._cells:
                 self._cell(cell, self._manifest, self._around, memory)
 
     def on_nodes(self, cell: Cell, placed: Placed | str) -> None:
@@ -254,7 +248,7 @@ class _Measuring:
             progress = self._progress.begin(cell, predicted.get("predicted_memory_gb"), len(self._left))
         context = Context(
             directory=self._directory, manifest=manifest, around=around, progress=progress, memory=memory,
-            cancelled=self.cancelled, nodes=nodes,
+            cancelled=self._cancelled, nodes=nodes,
         )  # fmt: skip
         result = CellRun(context, cell).result()
         with self._lock:
