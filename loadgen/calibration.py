@@ -23,9 +23,8 @@ from backends.untrusted import UNDECODABLE
 from loadgen import models, rundir
 from loadgen.client.engine import run_here
 from loadgen.client.limits import OPEN_FILES_BESIDES
-from loadgen.load.arrivals import Streams
 from loadgen.load.lengths import fixed
-from loadgen.load.load import Load
+from loadgen.load.load import Load, Streams
 from loadgen.load.request_body import BodyEdits
 from loadgen.plan import Plan, PromptSource
 from loadgen.rundir import Ceiling, records

@@ -809,13 +809,13 @@ class Config(
     @functools.cached_property
     def load(self) -> "Load":
         """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
-        from loadgen.load import arrivals, lengths  # not before the options are read
-        from loadgen.load.load import Load, TraceSource
+        from loadgen.load import lengths  # not before the options are read
+        from loadgen.load.load import Load, TraceSource, parse_arrival, parse_streams
         from loadgen.load.sessions import EVERY, Sessions
         from loadgen.load.shapes import parse_prefix
 
         try:
-            arrival = arrivals.parse(self.arrival or "burst")
+            arrival = parse_arrival(self.arrival or "burst")
             open_end = self.duration is None and arrival.lasts_s is None and self.trace is None
             requests = DEFAULT_REQUESTS if self.requests is None and open_end else self.requests
             sessions = None
@@ -838,7 +838,7 @@ class Config(
                 output_tokens=lengths.parse(self.output_tokens),
                 requests=requests,
                 duration_s=self.duration,
-                streams=None if self.concurrency is None else arrivals.parse_streams(self.concurrency),
+                streams=None if self.concurrency is None else parse_streams(self.concurrency),
                 prefix=None if self.prefix is None else parse_prefix(self.prefix),
                 trace=None
                 if self.trace is None

@@ -497,7 +497,7 @@ def dry_run(config: Config, directory: Path, run_id: str) -> str:
 
 def _first_request_to(config: Config, run_id: str) -> str:
     """The first request to the server at --url as its bytes would be, secrets masked."""
-    from loadgen.client.transport import FastTransport
+    from loadgen.client.connection import FastTransport
 
     backend, target = backends.get(config.kind), target_of(config)
     plan = plan_run(config, backend, target, ServerInfo(config.model or "THE-MODEL-THAT-IT-LISTS"), run_id)

@@ -18,9 +18,9 @@ import msgspec
 
 import backends
 from backends.protocol import Backend, Prompt
+from loadgen.client.connection import Transport
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Transport
 from loadgen.load.prompts import FIRST_ID, UNKNOWN_VOCABULARY, WORDS
 from loadgen.plan import Plan
 from loadgen.rundir import WireFacts

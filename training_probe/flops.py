@@ -13,6 +13,7 @@ docs/training.md ("Model FLOPs, MFU and HFU") derives the terms.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,8 +142,9 @@ def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tupl
     return {name: sizes for name, sizes in linears.items() if name in cell.adapts}
 
 
+@functools.lru_cache(maxsize=256)
 def weights(spec: ModelSpec, cell: Cell) -> Weights:
-    """The counts of the model as this cell trains it."""
+    """The counts of the model as this cell trains it, computed once."""
     method, table = cell.letters, spec.vocab_size * spec.hidden
     layers = [_layer_weights(spec, kind, cell) for kind in spec.kinds]
     counts = [kind.count for kind in spec.kinds]
@@ -212,6 +214,7 @@ class Flops:
         return self.model + self.recomputed
 
 
+@functools.lru_cache(maxsize=256)
 def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     """Forward, backward and recomputed FLOPs per token, over all GPUs that share its work.
 
@@ -244,14 +247,17 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     )
 
 
-def mfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
-    """Model FLOPs utilization, a ratio: tokens_per_s is of all GPUs together. None where the peak is not known."""
-    return _utilization(flops_per_token(cell, spec).model, cell, tokens_per_s, device_name)
-
-
-def hfu(cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str) -> float | None:
-    """Hardware FLOPs utilization, a ratio: recomputed work counts too. None where the peak is not known."""
-    return _utilization(flops_per_token(cell, spec).hardware, cell, tokens_per_s, device_name)
+def utilization(
+    cell: Cell, spec: ModelSpec, tokens_per_s: float, device_name: str
+) -> tuple[float | None, float | None]:
+    """MFU and HFU, ratios. tokens_per_s is of all GPUs together; recomputed work counts in HFU alone. None where the
+    peak is not known."""
+    peak = None if cell.device == "cpu" else peak_flops(device_name)
+    if peak is None:
+        return None, None
+    work = flops_per_token(cell, spec)
+    there = cell.gpus * peak
+    return work.model * tokens_per_s / there, work.hardware * tokens_per_s / there
 
 
 def peak_flops(device_name: str, dtype: str = "bf16") -> float | None:
@@ -273,11 +279,6 @@ def _of_dtype(name: str, bf16: float, dtype: str) -> float | None:
     if dtype == "int8":
         return bf16 * INT8_OF_BF16.get(name, OF_BF16[dtype])
     return bf16 * OF_BF16[dtype]
-
-
-def _utilization(flops: float, cell: Cell, tokens_per_s: float, device_name: str) -> float | None:
-    peak = None if cell.device == "cpu" else peak_flops(device_name)
-    return None if peak is None else flops * tokens_per_s / (cell.gpus * peak)
 
 
 def repeating_layers(cell: Cell, spec: ModelSpec) -> list[int]:

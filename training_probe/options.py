@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
     from loadgen.models import Model as NamedModel
     from training_probe.launch.rendezvous import Meeting
     from training_probe.memory.text import Described
-    from training_probe.sweep.manifests import Settings
+    from training_probe.sweep.cell import Settings
 
 TINY = LlamaShape(
     name="tiny", hf_id="tiny", hidden=256, layers=4, heads=8, kv_heads=4, intermediate=688, vocab_size=2048,
@@ -301,7 +301,7 @@ class Measuring:
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
         from training_probe.results import LEAST_LOSSES
-        from training_probe.sweep.manifests import Settings
+        from training_probe.sweep.cell import Settings
 
         laptop = LAPTOP_STEPS if gpu_ids or multiplies_bf16(CPU_INFO) else SLOW_LAPTOP_STEPS
         usual = laptop if preset == "laptop" else PAPER_STEPS
@@ -344,7 +344,7 @@ class Tracing:
         self, preset: str | None, known: dict[str, Model], gpu_ids: tuple[int, ...], argv: Iterable[str]
     ) -> Settings:
         """Raises GridError for numbers that make no measurement."""
-        from training_probe.sweep.manifests import Settings
+        from training_probe.sweep.cell import Settings
 
         check_least(GridError, 1, warmup_steps=self.warmup_steps, steps=self.steps)
         check_above_0("--timeout", self.timeout)

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 import backends
 from backends.protocol import Backend, HttpRequest, Kept, Prompt
 from loadgen.client import retries
+from loadgen.client.connection import FastTransport, Transport
 from loadgen.client.exchange import Exchange, Names
-from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
 from loadgen.event_loop import Stop, every_second

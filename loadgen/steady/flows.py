@@ -7,7 +7,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.load import arrivals, lengths
+from loadgen.load import lengths
+from loadgen.load.load import parse_arrival, parse_streams
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import Table
@@ -89,7 +90,7 @@ def slots(arrival: str) -> int | None:
     if kind != "concurrency":
         return None
     try:
-        streams = arrivals.parse_streams(text)
+        streams = parse_streams(text)
     except ValueError:  # a manifest may be anybody's
         return None
     return max(streams.first, streams.last)
@@ -159,7 +160,7 @@ def _rate_per_s(arrival: str) -> float | None:
     if arrival.partition(":")[0] not in RATED:
         return None
     try:
-        return arrivals.parse(arrival).rate or None
+        return parse_arrival(arrival).rate or None
     except ValueError:  # a manifest may be anybody's
         return None
 

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from loadgen.load import arrivals
+from loadgen.load.load import parse_arrival
 from loadgen.steady.flows import JUDGED
 from loadgen.steady.keeping_up import LEAST, STABLE_ALONE
 
@@ -67,7 +67,7 @@ def _gaps(arrival: str) -> float:
     if kind == "constant":
         return 0.0
     try:
-        return float(arrivals.parse(arrival).cv ** 2) if kind == "gamma" else 1.0
+        return float(parse_arrival(arrival).cv ** 2) if kind == "gamma" else 1.0
     except ValueError:
         return 1.0
 

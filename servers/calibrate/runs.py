@@ -25,7 +25,7 @@ from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import models, rundir
 from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
-from loadgen.load.arrivals import parse_streams
+from loadgen.load.load import parse_streams
 from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut, kind_of_load
 from loadgen.server import embedded

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.load import arrivals as schedule
 from loadgen.load.lengths import fixed
-from loadgen.load.load import Load
+from loadgen.load.load import Arrival as ArrivalLaw
+from loadgen.load.load import Load, draw_arrivals
 from loadgen.load.sessions import Turns
 from loadgen.rundir.emulation import kind_of_load
 from loadgen.search.objective import METRICS
@@ -136,7 +136,7 @@ class Demand:
 
 
 def _poisson_s(count: int) -> NDArray[np.float64]:
-    return schedule.draw(schedule.Arrival("poisson", 1.0), count, None, 0) / 1e9
+    return draw_arrivals(ArrivalLaw("poisson", 1.0), count, None, 0) / 1e9
 
 
 def trace_rate(load: Load) -> float:

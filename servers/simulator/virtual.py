@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from loadgen import rundir
 from loadgen.config import Config
-from loadgen.load.arrivals import Streams
 from loadgen.load.choices import Cancels
-from loadgen.load.load import Load
+from loadgen.load.load import Load, Streams
 from loadgen.load.sessions import Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError

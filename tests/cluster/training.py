@@ -13,8 +13,7 @@ from pathlib import Path
 from tests.training_probe import stand_in
 from training_probe.grid import Cell
 from training_probe.launch import cluster
-from training_probe.sweep.cell import Dependencies
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep.cell import Dependencies, Settings
 from training_probe.sweep.run import resume, sweep
 
 

@@ -14,9 +14,9 @@ import msgspec
 
 import backends
 from backends.protocol import HttpRequest, Sampling
+from loadgen.client.connection import Transport
 from loadgen.client.engine import build_client
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import Transport
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
 from loadgen.plan import Job, Plan, PromptSource, Timeouts

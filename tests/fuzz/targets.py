@@ -30,9 +30,8 @@ from backends.catalog import find, from_config
 from backends.decoder import PrecisionError
 from backends.protocol import Backend, Decoder, Delta, Prompt, ProtocolError, Sampling
 from loadgen import cli, rundir, trace
-from loadgen.client.connection import Connection
+from loadgen.client.connection import Connection, FastTransport
 from loadgen.client.exchange import Exchange
-from loadgen.client.transport import FastTransport
 from loadgen.document import markdown, terminal
 from loadgen.load import conversations, datasets, traces
 from loadgen.load.conversations import Conversations

@@ -25,7 +25,7 @@ from loadgen.report import build
 from loadgen.rundir import RunError, records
 from loadgen.rundir.records import RecordsError
 from training_probe import results
-from training_probe.sweep import manifests
+from training_probe.sweep import cell as sweep_cell
 
 pytestmark = [
     pytest.mark.processes,
@@ -40,7 +40,7 @@ SESSIONS = ["--backend", "openai", "--sessions", str(PLANNED // TURNS), "--turns
             "uniform:0:0.2", "--arrival", "constant:30"]  # fmt: skip
 MARK = "LLM_DISSECT_KILLED_IN_A_TEST"  # in the environment of all that a killed command started
 GONE_S = 30.0  # a loaded machine is slow to end processes
-ROOT = str(Path(manifests.__file__).resolve().parents[2])
+ROOT = str(Path(sweep_cell.__file__).resolve().parents[2])
 SWEEP = """
 import sys
 from pathlib import Path

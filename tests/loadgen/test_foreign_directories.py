@@ -16,7 +16,7 @@ import pytest
 
 from backends import foreign_files
 from loadgen import cli, rundir
-from loadgen.load import arrivals
+from loadgen.load.load import parse_arrival
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
 from loadgen.report import repeats, sweeps
@@ -178,9 +178,9 @@ def test_a_thousand_phases_and_no_more(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert cli.invoke(["report", str(one_run(tmp_path / "more", phases=tuple(phases)))]) == 2
     assert "phases" in capsys.readouterr().err
-    assert len(arrivals.parse("steps:" + ",".join(["1@1"] * 1000)).phases()) == 1000
+    assert len(parse_arrival("steps:" + ",".join(["1@1"] * 1000)).phases()) == 1000
     with pytest.raises(ValueError, match="1001 steps"):
-        arrivals.parse("steps:" + ",".join(["1@1"] * 1001))
+        parse_arrival("steps:" + ",".join(["1@1"] * 1001))
 
 
 def test_samples_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

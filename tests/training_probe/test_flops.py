@@ -10,7 +10,7 @@ import pytest
 
 from backends import catalog
 from backends.decoder import ModelSpec
-from training_probe.flops import flops_per_token, hfu, mfu, peak_flops
+from training_probe.flops import flops_per_token, peak_flops, utilization
 from training_probe.grid import Cell, cell
 from training_probe.llama_shape import LlamaShape
 
@@ -107,13 +107,12 @@ def test_of_a_mixture_the_active_experts_count() -> None:
 
 def test_utilization_is_of_all_gpus() -> None:
     one, eight = seven("R", gpus=1), seven("R", gpus=8)
-    ratio = mfu(one, SEVEN, 5000.0, "NVIDIA H200")
-    assert ratio == pytest.approx(5000 * flops_per_token(one, SEVEN).model / 989.4e12)
-    assert mfu(eight, SEVEN, 40000.0, "NVIDIA H200") == pytest.approx(ratio)
-    recomputed = hfu(one, SEVEN, 5000.0, "NVIDIA H200")
-    assert recomputed is not None and ratio is not None and 1.2 < recomputed / ratio < 4 / 3
-    assert mfu(one, SEVEN, 5000.0, "Some GPU") is None
-    assert mfu(seven("R", device="cpu"), SEVEN, 5.0, "NVIDIA H200") is None
+    mfu, hfu = utilization(one, SEVEN, 5000.0, "NVIDIA H200")
+    assert mfu == pytest.approx(5000 * flops_per_token(one, SEVEN).model / 989.4e12)
+    assert utilization(eight, SEVEN, 40000.0, "NVIDIA H200") == pytest.approx((mfu, hfu))
+    assert hfu is not None and mfu is not None and 1.2 < hfu / mfu < 4 / 3
+    assert utilization(one, SEVEN, 5000.0, "Some GPU") == (None, None)
+    assert utilization(seven("R", device="cpu"), SEVEN, 5.0, "NVIDIA H200") == (None, None)
 
 
 def test_a_published_utilization_is_found_again() -> None:
@@ -123,8 +122,8 @@ def test_a_published_utilization_is_found_again() -> None:
         name="mpt", hf_id="mpt", hidden=4096, layers=32, heads=32, kv_heads=32, intermediate=10923, vocab_size=50432,
         max_position=2048, tied=True,
     ).decoder  # fmt: skip
-    ratio = mfu(cell("F", model="mpt", gpus=8, seq_len=2048), mpt, 8 * 10643.0, "NVIDIA H100 80GB HBM3")
-    assert ratio == pytest.approx(0.464, rel=0.02)
+    mfu, _ = utilization(cell("F", model="mpt", gpus=8, seq_len=2048), mpt, 8 * 10643.0, "NVIDIA H100 80GB HBM3")
+    assert mfu == pytest.approx(0.464, rel=0.02)
 
 
 @pytest.mark.parametrize(

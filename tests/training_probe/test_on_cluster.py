@@ -15,8 +15,8 @@ from backends.process import free_port
 from training_probe import cli
 from training_probe.grid import Cell
 from training_probe.protocol import Trial, write_atomically
-from training_probe.sweep import manifests
-from training_probe.sweep.manifests import SweepManifest
+from training_probe.sweep import cell as sweep_cell
+from training_probe.sweep.cell import SweepManifest
 
 MAIN = "import sys; from training_probe.cli import main; main()"
 LONG_S = 60.0
@@ -78,7 +78,7 @@ def test_a_sweep_goes_on_with_as_many_nodes_as_it_had(tmp_path: Path, capsys: py
     def resumed(nodes: int, *options: str) -> str:
         cells = [Cell(model="tiny", gpus=2, seq_len=10, micro_batch=1, device="cpu")]
         manifest = SweepManifest(run_id="1", started_unix_s=0.0, version="1", cells=cells, nodes_per_cell=nodes)
-        write_atomically(tmp_path / manifests.MANIFEST_FILE, manifest)
+        write_atomically(tmp_path / sweep_cell.MANIFEST_FILE, manifest)
         assert cli.invoke(["sweep", "--resume", str(tmp_path), *options]) == 2
         return " ".join(capsys.readouterr().err.split())
 

@@ -17,7 +17,7 @@ from training_probe.grid import Cell, GridError, Model
 from training_probe.launch import node
 from training_probe.options import Grid, Measuring
 from training_probe.sweep import run as sweeps
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep.cell import Settings
 
 GIB = 1 << 30
 # Typed for a flag, and the field of every cell that it arrives in.

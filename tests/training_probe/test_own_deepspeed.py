@@ -17,8 +17,7 @@ from training_probe.own_deepspeed import merged, uncounted
 from training_probe.protocol import deepspeed_config
 from training_probe.report import tables
 from training_probe.results import of_cell
-from training_probe.sweep.cell import Dependencies
-from training_probe.sweep.manifests import Model, Settings
+from training_probe.sweep.cell import Dependencies, Model, Settings
 
 Z2 = cell("Z2", model="tiny", gpus=2, micro_batch=4, grad_accum=3)
 NAIVE = cell("Naive", model="tiny", device="cpu")

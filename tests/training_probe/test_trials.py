@@ -11,8 +11,7 @@ from tests.training_probe import own_script
 from training_probe import cli, grid, trials
 from training_probe.memory import predict
 from training_probe.options import TINY
-from training_probe.sweep.cell import Dependencies, utilization
-from training_probe.sweep.manifests import Model, Settings, SweepManifest
+from training_probe.sweep.cell import Dependencies, Model, Settings, SweepManifest, utilization
 
 OPTIONS = ["sweep", "--dry-run", "--device", "cpu", "--engine"]
 

@@ -25,8 +25,7 @@ from training_probe.launch.runner import Limits, MemoryReturn
 from training_probe.protocol import PROFILE_FILE, TRACE_FILE, Profile
 from training_probe.results import BREAKDOWN_FILE, Amount, Outcome, ResultsError
 from training_probe.sweep import run
-from training_probe.sweep.cell import Dependencies, device_memory_bytes
-from training_probe.sweep.manifests import Settings, SweepManifest
+from training_probe.sweep.cell import Dependencies, Settings, SweepManifest, device_memory_bytes
 from training_probe.sweep.run import Say
 
 SCHEMA = "training_probe.breakdown/1"

@@ -1,4 +1,5 @@
-"""One cell: what is known of it before it runs, the search of its micro batch where it has none, its independent runs,
+"""What a sweep measures and how, `manifest.json`, written before the first cell and all that resuming it needs. And
+one cell: what is known of it before it runs, the search of its micro batch where it has none, its independent runs,
 its result.
 
 Processes, GPUs and predictions are given to a sweep as its Dependencies, so that each can be another in a test.
@@ -6,20 +7,24 @@ Processes, GPUs and predictions are given to a sweep as its Dependencies, so tha
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
+import msgspec
 from msgspec.structs import replace
 
 from backends import gpus
 from backends.decoder import ModelSpec
-from loadgen.rundir import machine_memory_bytes
-from training_probe import flops, memory, own_deepspeed
-from training_probe.grid import Cell, impossible
+from backends.untrusted import read_json
+from loadgen import models
+from loadgen.rundir import Machine, RunError, machine_memory_bytes, this_machine
+from training_probe import flops, llama_shape, memory, own_deepspeed
+from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model, impossible
 from training_probe.launch import runner
 from training_probe.launch.cluster import Elsewhere
 from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOutcome
@@ -28,11 +33,99 @@ from training_probe.memory.layers import uncounted
 from training_probe.memory.process import Fit, host_judged
 from training_probe.protocol import TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
-from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import CellProgress
 
+MANIFEST_FILE = "manifest.json"
+SCHEMA = "training_probe.manifest/1"
 SEARCH_WARMUP_STEPS, SEARCH_STEPS = 2, 3
 APART = 8  # a search ends where the largest that fits and the smallest that does not are this share of the former apart
+
+
+# What a sweep measures and how.
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sweep measures its cells.
+
+    platform: this machine's name in tables; empty: named after its devices. models: by the cells' model names; what is
+    not in it is looked up in the catalog. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
+    front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
+    new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
+    fit are run as well. host_memory_bytes: limit of each process, for the CPU. on: the cluster whose nodes
+    the cells run on, as `--on` names it; None: this machine. deepspeed: the user's own configuration of DeepSpeed, as
+    its file held it.
+    """
+
+    platform: str = ""
+    preset: str | None = None
+    models: dict[str, Model] = {}
+    gpu_ids: tuple[int, ...] = ()
+    warmup_steps: int = 30
+    steps: int = 100
+    runs: int = 3
+    timeline: bool = False
+    timeout_s: float = 600.0
+    limit_s: float | None = None
+    max_micro_batch: int = PAPER_MAX_MICRO_BATCH
+    no_skip: bool = False
+    host_memory_bytes: int | None = None
+    deepspeed: dict[str, Any] | None = None
+    on: str | None = None
+    nodes_per_cell: int = 1
+    argv: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    def model(self, cell: Cell) -> Model:
+        if cell.own:  # what its script builds is not known
+            return Model()
+        model = self.models.get(cell.model) or Model(spec=llama_shape.known(cell.model))
+        if model.config is None and model.directory is not None:  # a manifest of an earlier version has no config
+            named = models.find(model.directory)
+            return replace(model, name=named.name, config=dict(named.config))
+        return model
+
+    def trial(self, cell: Cell) -> Trial:
+        """A run of the cell with these steps."""
+        model = self.model(cell)
+        return Trial(
+            cell=cell, spec=model.spec, config=model.config, warmup_steps=self.warmup_steps, steps=self.steps,
+            host_memory_bytes=self.host_memory_bytes,
+            deepspeed=self.deepspeed if cell.engine == "deepspeed" else None,
+        )  # fmt: skip
+
+
+class SweepManifest(Settings, frozen=True, kw_only=True):
+    """The settings of a sweep, with its platform named, and what they were applied to. device_names,
+    device_memory_bytes: of the chosen GPUs, in the order of gpu_ids; None: not known. environment: what of it decides
+    how processes run."""
+
+    schema: str = SCHEMA
+    run_id: str
+    started_unix_s: float
+    version: str
+    device_names: list[str] = []
+    device_memory_bytes: list[int | None] = []
+    driver: str | None = None
+    cells: list[Cell]
+    environment: dict[str, str] = {}
+    machine: Machine = msgspec.field(default_factory=this_machine)
+
+
+def one_name_each(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, each once. Raises RunError where two have one name, which is what results go by."""
+    named: dict[str, Cell] = {}
+    for cell in cells:
+        if named.setdefault(cell.name, cell) != cell:
+            raise RunError(f"two different cells are called {cell.name}; measure them in sweeps of their own.")
+    return list(named.values())
+
+
+def read_manifest(directory: Path) -> SweepManifest:
+    """The manifest of a sweep's directory. Raises RunError."""
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        raise RunError(f"{directory} holds no {MANIFEST_FILE}; name the directory of a sweep.")
+    return read_json(path, SweepManifest, RunError, "is not a manifest of a sweep of this version", directory=directory)
 
 
 # Before it runs.
@@ -150,7 +243,7 @@ def utilization(cell: Cell, manifest: SweepManifest, tokens_per_s: float) -> tup
     spec, names = counted(cell, manifest), manifest.device_names
     if spec is None or not names:
         return None, None
-    return flops.mfu(cell, spec, tokens_per_s, names[0]), flops.hfu(cell, spec, tokens_per_s, names[0])
+    return flops.utilization(cell, spec, tokens_per_s, names[0])
 
 
 # While it runs.

@@ -43,19 +43,22 @@ from training_probe.launch.runner import (
 )  # fmt: skip
 from training_probe.protocol import write_atomically
 from training_probe.results import GIB, CellResult, Outcome, of_cell
-from training_probe.sweep import manifests
 from training_probe.sweep.cell import (
+    MANIFEST_FILE,
     CellRun,
     Context,
     Dependencies,
     Memory,
     Predicted,
+    Settings,
+    SweepManifest,
     device_memory_bytes,
+    one_name_each,
+    read_manifest,
     sized,
     unpredicted,
     utilization,
 )
-from training_probe.sweep.manifests import Settings, SweepManifest
 from training_probe.sweep.progress import Progress
 
 NODE_RANK = '"${NODE_RANK:?}"'  # in a script for each of several nodes
@@ -75,7 +78,7 @@ def sweep(
 
 def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies) -> SweepManifest:
     """Makes the directory, with the manifest in it. Raises RunError."""
-    cells = manifests.one_name_each(cells)
+    cells = one_name_each(cells)
     rundir.create(directory)
     inventory = around.inventory()
     devices = _devices(settings, around, inventory)
@@ -92,7 +95,7 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: De
         environment=process.gpu_variables(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
-    write_atomically(directory / manifests.MANIFEST_FILE, manifest, indent=2)
+    write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
     return manifest
 
 
@@ -111,7 +114,7 @@ def _names(devices: Sequence[Gpu | None]) -> list[str]:
 def resume(directory: Path, say: Say, around: Dependencies | None = None, on: str | None = None) -> int:
     """Goes on with a sweep, as its manifest has it. on: the cluster as it is typed, which must be the sweep's. Raises
     RunError, ResultsError, RunnerError."""
-    manifest = manifests.read(directory)
+    manifest = read_manifest(directory)
     if manifest.python != sys.executable:
         raise rundir.RunError(
             f"{directory} was measured by {escaped(manifest.python)}, and it may be another's: go on with the "

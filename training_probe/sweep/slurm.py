@@ -21,7 +21,7 @@ from training_probe.launch.runner import (
     worker_command,
 )
 from training_probe.protocol import LOG_FILE
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep.cell import Settings
 
 PORTS = "20000 + SLURM_JOB_ID % 20000"  # jobs that share a node have ports of their own
 # What the shell of each task fills in.

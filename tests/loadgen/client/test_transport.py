@@ -14,10 +14,9 @@ import trustme
 
 import backends
 from backends.protocol import Prompt, Sampling
-from loadgen.client.connection import wall_minus_monotonic_ns
+from loadgen.client.connection import FastTransport, Transport, wall_minus_monotonic_ns
 from loadgen.client.exchange import Exchange
 from loadgen.client.limits import raise_fd_limit
-from loadgen.client.transport import FastTransport, Transport
 from loadgen.client.transport_aiohttp import AiohttpTransport
 from loadgen.plan import Timeouts
 from loadgen.target import Target, TransportError, get

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.load.arrivals import Arrival, draw, parse, parse_streams
+from loadgen.load.load import Arrival, parse_streams
+from loadgen.load.load import draw_arrivals as draw
+from loadgen.load.load import parse_arrival as parse
 from loadgen.rundir import Phase
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.document import markdown
-from loadgen.load import arrivals, lengths
-from loadgen.load.load import Load
+from loadgen.load import lengths
+from loadgen.load.load import Load, parse_arrival
 from loadgen.load.shapes import Prefix
 from loadgen.monitor.server_view import ServerStats, ServerView
 from loadgen.report import build, sharing, text
@@ -100,7 +100,7 @@ def test_what_the_text_says() -> None:
 @given(st.integers(1, 5), st.integers(1, 40), st.randoms(use_true_random=False), st.integers(0, 9))
 def test_no_order_of_requests_finds_more_than_could_be_shared(groups: int, n: int, random: object, seed: int) -> None:
     """A cache without limits that meets some of the requests in any order."""
-    load = Load(arrival=arrivals.parse("burst"), input_tokens=lengths.parse(50), output_tokens=lengths.parse(4),
+    load = Load(arrival=parse_arrival("burst"), input_tokens=lengths.parse(50), output_tokens=lengths.parse(4),
                 requests=n, prefix=Prefix(groups, 20), seed=seed)  # fmt: skip
     shapes = load.shapes()
     order = list(range(n))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loadgen import cli
 from loadgen.config import Config, ConfigError
-from loadgen.load import arrivals
+from loadgen.load.load import parse_arrival
 from loadgen.option_types import names
 from loadgen.search.points import LISTED, PointRun, SweepOptions, text
 
@@ -105,7 +105,7 @@ def test_another_seed_is_another_order() -> None:
 @given(st.floats(1e-9, 1e12))
 def test_a_rate_is_typed_without_loss(rate: float) -> None:
     assert float(text(rate)) == rate
-    assert arrivals.parse(f"poisson:{text(rate)}").rate == rate
+    assert parse_arrival(f"poisson:{text(rate)}").rate == rate
 
 
 @given(

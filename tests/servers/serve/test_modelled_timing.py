@@ -23,8 +23,8 @@ from loadgen.cli import invoke, main
 from loadgen.config import Config, ConfigError
 from loadgen.document import markdown
 from loadgen.load import conversations
-from loadgen.load.arrivals import Streams, parse_streams
 from loadgen.load.lengths import WorkloadError
+from loadgen.load.load import Streams, parse_streams
 from loadgen.report import text as texts
 from loadgen.report.schema import Report
 from loadgen.rundir import records

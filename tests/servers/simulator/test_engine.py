@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from loadgen.load.arrivals import parse_streams
+from loadgen.load.load import parse_streams
 from servers.schedulers import Sequence, Step
 from servers.schedulers.vllm import VllmV1
 from servers.simulator import virtual

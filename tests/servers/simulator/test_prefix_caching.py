@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends import catalog
-from loadgen.load.arrivals import Streams
+from loadgen.load.load import Streams
 from servers.simulator.build import SCHEDULERS, EmulationError, Setup, emulate
 from servers.simulator.virtual import Arrival, simulate
 

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.config import Config
-from loadgen.load.arrivals import parse_streams
-from loadgen.load.load import Load
+from loadgen.load.load import Load, parse_streams
 from loadgen.load.sessions import SessionShapes, Turns
 from loadgen.load.shapes import Shapes
 from servers.app import DIALECTS

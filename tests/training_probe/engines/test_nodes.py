@@ -15,7 +15,7 @@ from backends.process import free_port
 from tests.training_probe.engines import tiny
 from training_probe import results
 from training_probe.protocol import RankReport
-from training_probe.sweep import manifests
+from training_probe.sweep import cell as sweep_cell
 
 pytestmark = [
     tiny.needs_engines,
@@ -70,7 +70,7 @@ def test_two_nodes_train_what_two_processes_of_one_train(tmp_path: Path) -> None
     assert (result.cell, result.outcome, result.nodes) == (CELL, "ok", ["127.0.0.1"] * 2), result.reason
     assert [row["cell"] for row in json.loads(printed.splitlines()[-1])["results"]] == [CELL]
     assert "as node 1 of 2" in follower and follower.splitlines()[-1] == "node 0 is done"
-    manifest = manifests.read(tmp_path / "two" / "out")
+    manifest = sweep_cell.read_manifest(tmp_path / "two" / "out")
     assert (manifest.nodes_per_cell, manifest.on) == (2, None)
     written = [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
     assert {path.name for path in written} >= {"log.txt", "log-node1.txt", "rank1.json"}

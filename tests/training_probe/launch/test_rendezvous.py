@@ -32,8 +32,7 @@ from training_probe.launch.nodes import Nodes
 from training_probe.launch.rendezvous import Fleet, Hello, Meeting, Over, follow, gathered, is_ours, is_plain
 from training_probe.launch.runner import NodeRank, worker_command
 from training_probe.sweep import run as sweeps
-from training_probe.sweep.cell import Dependencies
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep.cell import Dependencies, Settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes are Linux machines")
 

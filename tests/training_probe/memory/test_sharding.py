@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backends.decoder import ModelSpec
-from training_probe.flops import Flops, flops_per_token, kept_products, mfu
+from training_probe.flops import Flops, flops_per_token, kept_products, utilization
 from training_probe.grid import Cell, cell
 from training_probe.llama_shape import known
 from training_probe.memory import Prediction, predict
@@ -115,6 +115,5 @@ def test_fp8_copies_one_layer_at_a_time() -> None:
 
 
 def test_mfu_of_fp8_is_of_the_bf16_peak() -> None:
-    assert mfu(asked("F+Z3", fp8=True), spec(), 1e4, "NVIDIA H100 80GB HBM3") == mfu(
-        asked("F+Z3"), spec(), 1e4, "NVIDIA H100 80GB HBM3"
-    )
+    plain, fp8 = (utilization(asked("F+Z3", fp8=fp8), spec(), 1e4, "NVIDIA H100 80GB HBM3") for fp8 in (False, True))
+    assert plain == fp8 != (None, None)

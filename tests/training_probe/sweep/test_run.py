@@ -36,9 +36,9 @@ from training_probe.memory.process import Fit
 from training_probe.memory.rank import Moment, Term
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
-from training_probe.sweep import manifests, progress
-from training_probe.sweep.cell import APART, Dependencies, floor_power_of_two, largest, next_smaller
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep import cell as sweep_cell
+from training_probe.sweep import progress
+from training_probe.sweep.cell import APART, Dependencies, Settings, floor_power_of_two, largest, next_smaller
 from training_probe.sweep.progress import Progress
 from training_probe.sweep.run import begin, dry_run, resume, sweep
 
@@ -213,9 +213,9 @@ def test_no_skip_runs_what_is_predicted_not_to_fit(tmp_path: Path, monkeypatch: 
     (row,) = swept(tmp_path, cells, with_gpus(16, 8), gpu_ids=(0, 1), models=models, no_skip=True)
     assert (row.outcome, row.predicted_memory_gb, row.peak_memory_gb) == ("ok", 9, 10)
     assert row.tokens_per_s is not None and row.platform == CARD
-    assert row.mfu_ratio == flops.mfu(cells[0], SPEC.decoder, row.tokens_per_s, CARD) is not None
-    assert row.hfu_ratio == flops.hfu(cells[0], SPEC.decoder, row.tokens_per_s, CARD)
-    said = manifests.read(tmp_path / "sweep")
+    assert (row.mfu_ratio, row.hfu_ratio) == flops.utilization(cells[0], SPEC.decoder, row.tokens_per_s, CARD)
+    assert row.mfu_ratio is not None
+    said = sweep_cell.read_manifest(tmp_path / "sweep")
     assert (said.device_names, said.driver) == ([CARD, CARD], "570.1")
     assert said.device_memory_bytes == [16 * GIB, 8 * GIB]
     assert said.cells == cells and said.models == models
@@ -318,7 +318,7 @@ sys.exit(sweep(cells, settings(runs=int(sys.argv[3])), Path(sys.argv[1]), print,
 
 def at_work(directory: Path, cells: str, runs: int, at: str) -> subprocess.Popen[bytes]:
     """A sweep in a process of its own, at work on what waits."""
-    env = {**os.environ, "PYTHONPATH": str(Path(manifests.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(sweep_cell.__file__).parents[2])}
     argv = [sys.executable, "-c", SWEEP, str(directory), cells, str(runs)]
     running = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
     until(lambda: list(directory.glob(f"trials/{at}/steps.jsonl")))

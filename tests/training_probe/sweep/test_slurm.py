@@ -13,7 +13,7 @@ import pytest
 
 from training_probe import cli
 from training_probe.grid import Cell
-from training_probe.sweep.manifests import Settings
+from training_probe.sweep.cell import Settings
 from training_probe.sweep.slurm import scripts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Slurm's scripts are bash's")
