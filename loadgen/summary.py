@@ -16,7 +16,7 @@ from rich.text import Text
 
 from backends.untrusted import escaped
 from loadgen import terminal
-from loadgen.document.content import Document, number
+from loadgen.document.content import Document, made_by, number
 from loadgen.document.terminal import render
 from loadgen.report import sweeps
 from loadgen.report.build import ReportError
@@ -25,7 +25,7 @@ from loadgen.report.pages import several
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import EMULATED, QUICK_ACKS, name_of, not_ok, timetable_line, verdict_line, warning
+from loadgen.report.text import QUICK_ACKS, name_of, not_ok, origin, timetable_line, verdict_line
 
 Screen = Callable[[int], list[Text]]  # of a terminal with so many columns
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
@@ -67,7 +67,7 @@ def last_words(directory: Path, as_json: str, *, brief: bool = False) -> None:
 
 def of_run(report: Report, columns: int) -> list[Text]:
     """The screen of a run, but for its files."""
-    top = _verdict(report, columns) + _emulated(report.emulated, warning(report), columns)
+    top = _verdict(report, columns) + _emulated(origin(report), columns)
     top += _quick_acks(report.quick_acks, columns)
     below = [Text(), *_facts(report, columns), Text(), *_latencies(report, columns)]
     room = SCREEN_LINES - FILES_LINES - len(top) - len(below)
@@ -78,7 +78,11 @@ def of_sweep(swept: Swept, columns: int) -> list[Text]:
     """The screen of a sweep, but for its files: its points, and what is wrong with its runs."""
     begun = [run for run in swept.runs if run.state != "waiting"]
     verdict = _of_runs([run.valid and run.state == "finished" for run in begun], columns)
-    head = [*verdict, *_emulated(swept.emulated, EMULATED, columns), *wrapped(Text(sweeps.title(swept)), columns)]
+    head = [
+        *verdict,
+        *_emulated("emulated" * swept.emulated, columns),
+        *wrapped(Text(sweeps.title(swept)), columns),
+    ]
     head += _quick_acks(bool(swept.plan.options.get("quick_acks")), columns)
     unit = f", {swept.plan.unit}" if swept.plan.unit else ""
     rows = [[escaped(swept.plan.varies) + unit, "runs", *SWEPT, "verdict"]]
@@ -94,7 +98,7 @@ def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
     """The screen of several runs of one server, but for their files."""
     what = escaped(f"{len(repeated.runs)} of {repeated.planned} runs of {repeated.backend} {repeated.model}")
     verdict = _of_runs([run.valid for run in repeated.runs], columns)
-    head = [*verdict, *_emulated(repeated.emulated, EMULATED, columns), *wrapped(Text(what), columns)]
+    head = [*verdict, *_emulated("emulated" * repeated.emulated, columns), *wrapped(Text(what), columns)]
     head += _quick_acks(repeated.quick_acks, columns)
     names = [f"{name.removesuffix('_ms')}_{statistic}" for name in LATENCIES for statistic in ("p50", "p99")]
     rows = [["", "mean", "runs", "95 % CI"]]
@@ -171,8 +175,8 @@ def wrapped(text: Text, columns: int, most: int | None = None) -> list[Text]:
     return broken
 
 
-def _emulated(emulated: bool, text: str, columns: int) -> list[Text]:
-    return wrapped(Text(text, style="bold yellow"), columns) if emulated else []
+def _emulated(origin: str, columns: int) -> list[Text]:
+    return wrapped(Text(made_by(origin), style="bold yellow"), columns) if origin else []
 
 
 def _quick_acks(given: bool, columns: int) -> list[Text]:

@@ -27,10 +27,9 @@ from training_probe.options import (
     known_models,
     needed,
 )
-from training_probe.sweep import cell as sweep_cell
 from training_probe.sweep import run as sweeps
 from training_probe.sweep import slurm
-from training_probe.sweep.cell import Dependencies, Settings
+from training_probe.sweep.cell import Dependencies, Settings, read_manifest
 
 FLAG = "--nodes-per-cell"
 RESUMED = "a sweep that goes on"  # what is asked for stands in its manifest
@@ -56,7 +55,7 @@ def sweep_on_nodes(
 
 def resume_on_nodes(where: OnCluster, directory: Path) -> int:
     """Goes on with a sweep on nodes that meet. Raises RunError, ConfigError, ClusterError and what a sweep does."""
-    manifest = sweep_cell.read_manifest(directory)
+    manifest = read_manifest(directory)
     sweeps.check_nodes(manifest, where.nnodes)
     with rendezvous.gathered(where.meeting(RESUMED), say) as fleet:
         fleet.check_cells(manifest.cells)

@@ -47,15 +47,7 @@ def name_of(report: Report) -> str:
     return f"{report.backend} {report.model}"
 
 
-EMULATED = "EMULATED: the embedded server answered; these numbers are emulated and describe no real hardware."
-MODELLED = "EMULATED: computed by a model of the hardware, not measured; how far off it was elsewhere stands below."
-SPED = "EMULATED: computed by a model of the hardware, not measured, and not at its own speed; see below."
 QUICK_ACKS = "Quick ACKs: each read was acknowledged at once (--quick-acks), which ordinary clients do not do."
-
-
-def warning(report: Report) -> str:
-    emulation = report.emulation
-    return EMULATED if emulation is None else MODELLED if emulation.speed == 1 else SPED
 
 
 def origin(numbers: Numbers | Manifest) -> str:
@@ -527,8 +519,7 @@ def render(report: Report) -> str:
 
 def summary(report: Report) -> Document:
     """What a terminal shows of a run; the page (`pages/run.py`) has all."""
-    facts = [Text(warning(report), "warning")] if report.emulated else []
-    facts += [Text(line) for line in summary_lines(report)]
+    facts = [Text(line) for line in summary_lines(report)]
     facts += [] if report.launch is None else [Text(launch_line(report.launch))]
     definitions = f"By the definitions of {report.convention_differs}"
     rows = [[str(error.count), error.outcome, error.message] for error in report.errors]

@@ -27,10 +27,6 @@ class NodeFacts(msgspec.Struct, kw_only=True):
     lost: str = ""  # why, a clause; empty: it lived to the end
     left_there: bool = False  # whether its records stayed on that machine
 
-    @property
-    def has_clock(self) -> bool:
-        return self.clock_bound_ms is not None
-
 
 class ClusterFacts(msgspec.Struct, kw_only=True):
     """A run of several machines. strategy: of Ray's placement group. start_spread_ms: between the machines' first

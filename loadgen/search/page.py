@@ -26,11 +26,11 @@ from loadgen.document.content import (
     Text,
     Tone,
     cell,
+    made_by,
     number,
 )
 from loadgen.report.pages import several
 from loadgen.report.repeats import ENDED_EARLY
-from loadgen.report.text import EMULATED
 from loadgen.search import objective, results
 from loadgen.search.highest import answer
 from loadgen.search.results import UNITS, ProbeRun, SearchResult
@@ -79,7 +79,7 @@ def page(result: SearchResult, hrefs: Mapping[str, str], origin: str, argv: Sequ
 
 def screen(result: SearchResult, columns: int) -> list[Styled]:
     """The answer first, for a terminal."""
-    warning = [Styled(EMULATED, style="bold yellow")] if result.emulated else []
+    warning = [Styled(made_by("emulated"), style="bold yellow")] if result.emulated else []
     what = Styled(escaped(f"{result.backend} {result.model}"))
     answer = Styled(escaped(results.sentence(result)), style="bold")
     head = [line for text in (answer, *warning, what) for line in summary.wrapped(text, columns)]

@@ -109,13 +109,7 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
     if typed.out is not None:
         raise ConfigError("--resume names the directory of the sweep; leave --out out.")
     kept = sweeps.read_sweep(directory)
-    try:
-        options = SweepOptions.of_dict(kept.plan.options)
-        runs = options.order(options.runs())
-    except (msgspec.ValidationError, ConfigError) as error:
-        raise rundir.RunError(
-            f"{directory / sweeps.FILE} holds no options of a sweep: {printable(str(error))}"
-        ) from None
+    options, runs = planned_runs(directory, kept)
     hide(keys_of_url(typed.url or ""))
     differing = typed.differing(options)
     if differing:

@@ -106,8 +106,6 @@ def _tiles(report: Report) -> Iterator[Tile]:
 
 
 def _verdict(report: Report) -> Iterator[Block]:
-    if report.emulated:
-        yield Text(text.warning(report), "warning")
     if report.verdict.findings:
         yield text.listed(report.verdict.findings)
     else:
