@@ -402,8 +402,8 @@ def compare(
     from loadgen.config import check_file
     from loadgen.document.terminal import render
     from loadgen.report import gate
+    from loadgen.report.pages import several
     from training_probe.compare import compare as compared
-    from training_probe.report.document import write_page
 
     gate.check_options(fail_if, junit, summary)
     check_file("--html", html, new=True)
@@ -411,7 +411,7 @@ def compare(
     checks = comparison.judged(fail_if) if fail_if else []
     print(render(comparison.page(checks, []), width(sys.stdout)), flush=True)
     if html is not None:
-        write_page(html, comparison.page(checks, sys.argv[1:]))
+        several.write(html, comparison.page(checks, sys.argv[1:]))
         say(f"wrote {html}")
     if not checks:
         return exit_codes.OK

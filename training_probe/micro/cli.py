@@ -360,8 +360,8 @@ def finished(directory: Path, document: Document, outcomes: Set[str], code: int)
     the exit code, where `code` is not one yet."""
     import json
 
+    from loadgen.report.build import ReportError
     from training_probe.report.build import ran_nothing
-    from training_probe.report.document import ReportError
 
     say("\n" + document.text(width(sys.stderr)))
     try:

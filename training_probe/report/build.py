@@ -16,12 +16,13 @@ import msgspec
 
 from backends.untrusted import is_cut, read_json
 from loadgen.document.content import Column, Table, Tone
+from loadgen.report.build import ReportError
 from loadgen.report.finding import Finding
 from training_probe import paper
 from training_probe.findings import Verdict, of_cells, sentence, verdict_of
 from training_probe.grid import LETTERS, Method
 from training_probe.report import charts, tables
-from training_probe.report.document import Document, ReportError
+from training_probe.report.document import Document
 from training_probe.report.layout import known, titled
 from training_probe.results import GIB, CellResult, Outcome
 

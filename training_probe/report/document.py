@@ -10,18 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from backends.exit_codes import UserError
 from loadgen import rundir
-from loadgen.document import content, html, markdown, terminal
+from loadgen.document import content, terminal
 from loadgen.document.content import Section, Table, Tone
-from loadgen.report.build import NO_MEMORY, no_memory
+from loadgen.report.build import ReportError
+from loadgen.report.pages import several
 from training_probe.report import layout
 
 PERFETTO = "https://ui.perfetto.dev"
-
-
-class ReportError(UserError):
-    """A report that cannot be made. One sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,30 +90,14 @@ class Document:
     def write(self, directory: Path) -> None:
         """Writes all of it into the directory, replacing earlier ones; the figures when the numbers are safe. Raises
         ReportError."""
-        encoded = msgspec.json.format(msgspec.json.encode(self.report), indent=2) + b"\n"
-        page = self.page(directory)
-        texts = {**self.files, "tables.tex": layout.latex_file(self.tables), "report.md": markdown.render(page)}
+        report = msgspec.json.format(msgspec.json.encode(self.report), indent=2).decode() + "\n"
+        texts = {"report.json": report, **self.files, "tables.tex": layout.latex_file(self.tables)}
         try:
-            rundir.replace(directory / "report.json", encoded)
             for name, text in texts.items():
                 rundir.replace(directory / name, text.encode())
-            write_page(directory / "report.html", page)
-            if page.figures:
-                from loadgen.document import figure  # after the numbers are safe
-
-                figure.write(page, directory)
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-        except NO_MEMORY as error:
-            raise ReportError(str(no_memory(error))) from None
-
-
-def write_page(path: Path, page: content.Document) -> None:
-    """Raises ReportError."""
-    try:
-        rundir.replace(path, html.render(page).encode())
-    except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror or error}.") from None
+        several.write(directory / "report.html", self.page(directory), "report.md")
 
 
 def repeated(argv: object) -> list[content.Block]:

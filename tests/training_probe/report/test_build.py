@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from loadgen.document import markdown
+from loadgen.report.build import ReportError
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import cli
 from training_probe.protocol import TIMELINE_FILE, Timeline
 from training_probe.report import build, charts, layout, tables, timelines
-from training_probe.report.document import ReportError
 from training_probe.results import CellResult, append, read
 
 SVG = "{http://www.w3.org/2000/svg}"
