@@ -126,9 +126,10 @@ class Compared:
             Section("command", "The command", [command(argv)], detail=True),
         ]
         in_doubt = dict.fromkeys(f"{doubt.name} is INVALID." for doubt in self.doubts)
+        verdict = f"Gate: {gate.headline(checks)}." if checks else self._conclusion()
         return Document(
             title=f"{self.kind}: B beside A",
-            verdict=" ".join([self._conclusion(), *in_doubt]),
+            verdict=" ".join([verdict, *in_doubt]),
             tone="bad" if ended_badly else "plain",
             sections=[section for section in sections if section.blocks],
             footer=f"llm-dissect {package_version()}.",

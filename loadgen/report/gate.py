@@ -49,7 +49,8 @@ def headline(checks: Sequence[Check]) -> str:
 def section(checks: Sequence[Check], warnings: Sequence[str], conclusion: str) -> Section:
     """conclusion: what differs, as a sentence."""
     code = exit_code(checks)
-    rows = [(check.state, check.name, check.detail) for check in checks]
+    words = {"ok": "ok", "beyond": "BEYOND", "unknown": "UNKNOWN"}
+    rows = [(words[check.state], check.name, check.detail) for check in checks]
     table = Table(["", "check", "what was seen"], rows, numeric=False)
     texts = [Text(f"Exit code {code}: {headline(checks)}. {conclusion}", TONES[code])]
     return Section("gate", "The gate", [*texts, table, *(Text(f"warning: {each}", "warning") for each in warnings)])

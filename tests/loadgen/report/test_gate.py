@@ -210,7 +210,7 @@ def test_a_summary_is_added_to_what_is_there(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Before\n# loadgen compare\n") and "B is worse." in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 4 and "beyond" in rows[3] and "<b>" not in text and "\x1b" not in text
+    assert len(rows) == 4 and "BEYOND" in rows[3] and "<b>" not in text and "\x1b" not in text
     assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
     assert "warning: not between runs" in text
 

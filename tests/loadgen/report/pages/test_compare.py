@@ -101,7 +101,7 @@ def test_the_gate_comes_first(slower: Comparison) -> None:
     assert broken.verdict == "Gate: B is worse than A by more than a limit allows." and broken.tone == "bad"
     assert kept.verdict == "Gate: no limit is broken." and kept.tone == "good"
     table = blocks_of(broken, "gate")[1]
-    assert {row[1]: row[0] for row in table.rows if ">" in row[1]} == {"ttft_p99>+5%": "beyond", "tpot_mean>+50%": "ok"}
+    assert {row[1]: row[0] for row in table.rows if ">" in row[1]} == {"ttft_p99>+5%": "BEYOND", "tpot_mean>+50%": "ok"}
     assert broken.sections[0].id == "gate"
 
 
