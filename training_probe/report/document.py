@@ -97,7 +97,7 @@ class Document:
                 rundir.replace(directory / name, text.encode())
         except OSError as error:
             raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-        several.write(directory / "report.html", self.page(directory), "report.md")
+        several.write(directory / "report.html", self.page(directory), "report.md", figures=True)
 
 
 def repeated(argv: object) -> list[content.Block]:
