@@ -16,7 +16,7 @@
 # make test-cluster  a real Ray cluster of three network namespaces (Linux, root; installs Ray into .venv-cluster: 0.8 GB)
 # make test-browser  pages in a real Chromium (installs Debian's where there is none, and unpacks axe-core into build/)
 # make test-clients  other people's clients ask the embedded server, through nginx, LiteLLM and routers too (installs them into
-#                  .venv-clients: 0.8 GB)
+#                  .venv-clients: 0.9 GB), and a Dynamo whose engines are mocks (.venv-dynamo: 0.5 GB)
 # make test-peers  vllm bench serve, aiperf and guidellm measure the embedded server (installs them into .venv-peers: 6 GB)
 # make fuzz        a coverage-guided fuzzer (atheris) over all that reads foreign bytes, SECONDS=60 of CPU for each reader
 #                  -> tests/fuzz/results.jsonl, where parts add up

@@ -182,6 +182,8 @@ class Backend:
     take. piece_tokens: a longer reply is generated in whole pieces of so many tokens, the last not cut, and ends before
     one that does not fit. requests_flag: how such a server is told to hold more requests at once.
     may_lack_route: servers of this kind may not have the route of its requests, which a first one tells.
+    returns_token_ids: its replies can have the ids of their tokens, of which the next prompt of a session is made where
+    prompts are token ids.
     """
 
     name: str
@@ -204,3 +206,4 @@ class Backend:
     piece_tokens: int | None = None
     requests_flag: str = ""
     may_lack_route: bool = False
+    returns_token_ids: bool = True

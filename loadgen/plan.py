@@ -302,6 +302,11 @@ def _load(config: Config, backend: Backend, limit: int | None) -> Load:
             f"{backend.name} does not keep what a reply says, which a session's next prompt repeats; send it single "
             "requests."
         )
+    if load.sessions is not None and config.dataset is None and not backend.returns_token_ids:
+        raise ConfigError(
+            f"{backend.name} returns no ids of its tokens, of which a session's next prompt is made; send it single "
+            "requests, or take --backend openai, whose sessions are text."
+        )
     if load.trace is not None:
         return load.within(limit)
     if config.dataset is not None:
