@@ -20,6 +20,7 @@ TGI_NAME = "tgi"  # what TGI calls its model on OpenAI's routes, whichever it is
 PATHS = ("/v1/models", "/info", "/get_model_name")
 ROUTER = "local"  # the owner of sglang-router's models
 
+_LIST_ADAPTERS = ("vllm", "sglang")  # among their models, each with its parent
 _TITLES = {"vllm": "vLLM", "lightllm": "LightLLM", "tgi": "TGI", "llamacpp": "llama.cpp", "sglang": "SGLang"}
 
 
@@ -34,6 +35,7 @@ class _Model(msgspec.Struct):
     id: str
     owned_by: object = None  # routers write what they like into what the standard has not
     max_model_len: object = None
+    parent: object = None  # of an adapter, the model that it is for
     meta: object = None
 
     @property
@@ -78,16 +80,22 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     except UNDECODABLE:
         identity = _Identity()
     if identity.data:
-        first = identity.data[0]
+        bases = [model for model in identity.data if not isinstance(model.parent, str)] or identity.data
+        first = bases[0]
         kind = "tgi" if first.owner and first.owner == first.id else first.owner
-        names = tuple(dict.fromkeys(printable(model.id) for model in identity.data))
+        names = tuple(dict.fromkeys(printable(model.id) for model in bases))
+        own = tuple(printable(model.id) for model in identity.data if model not in bases)
+        adapters = own if own or kind in _LIST_ADAPTERS else None
         limits = {model.limit for model in identity.data if model.limit is not None}
         limit = limits.pop() if len(limits) == 1 else None
         if len(names) > 1 or "*" in first.id:  # several names or adapters: it is not for us to choose
-            return kind, ServerInfo(max_total_tokens=limit, models=names)
+            return kind, ServerInfo(max_total_tokens=limit, models=names, adapters=adapters)
         meta = first.own
         return kind, ServerInfo(
-            first.id or None, meta.n_ctx if limit is None else limit, vocab_size=meta.n_vocab or None
+            first.id or None,
+            meta.n_ctx if limit is None else limit,
+            vocab_size=meta.n_vocab or None,
+            adapters=adapters,
         )
     if identity.model_id is not None and identity.max_total_tokens is not None:
         limit, most = _whole(identity.max_total_tokens), _whole(identity.max_concurrent_requests)

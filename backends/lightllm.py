@@ -253,6 +253,7 @@ ADAPTER = Adapter(
 
 BACKEND = Backend(
     name="lightllm",
+    adapter_field="",
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,

@@ -141,6 +141,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
     `models` are its names where there are several, or where they are patterns (`openai/*`); it is then not for us to
     choose, and `model` is None. `vocab_size`: token ids end below it. `max_requests`: more at once are refused.
+    `adapters`: those of the model that it names; None: it does not say.
     """
 
     model: str | None = None
@@ -149,6 +150,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     vocab_size: int | None = None
     max_requests: int | None = None
+    adapters: tuple[str, ...] | None = None
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -184,6 +186,7 @@ class Backend:
     may_lack_route: servers of this kind may not have the route of its requests, which a first one tells.
     returns_token_ids: its replies can have the ids of their tokens, of which the next prompt of a session is made where
     prompts are token ids.
+    adapter_field: of the body, which names a LoRA adapter, within an object after a dot; "": a request cannot say it.
     """
 
     name: str
@@ -207,3 +210,4 @@ class Backend:
     requests_flag: str = ""
     may_lack_route: bool = False
     returns_token_ids: bool = True
+    adapter_field: str = "model"

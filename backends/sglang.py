@@ -309,6 +309,7 @@ ADAPTER = Adapter(
 
 BACKEND = Backend(
     name="sglang",
+    adapter_field="lora_path",
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,

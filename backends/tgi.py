@@ -286,6 +286,7 @@ ADAPTER = Adapter(
 
 BACKEND = Backend(
     name="tgi",
+    adapter_field="parameters.adapter_id",
     prompt_kind="text",
     encode=encode,
     decoder=decoder,

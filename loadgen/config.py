@@ -162,6 +162,13 @@ class LoadOptions:
     trace_block_tokens: Annotated[
         Whole | None, _load("Tokens that each of its hash_ids stands for (default: the format's, or as lengths say).")
     ] = None
+    adapters: Annotated[
+        str | None,
+        _load(
+            "LoRA adapters that requests ask for, drawn by their shares: a:0.5,b:0.3,base:0.2, or zipf=A:N for the "
+            "first N that the server lists."
+        ),
+    ] = None
     warmup: Annotated[Whole, _load("Requests with other prompts, sent before the measurement.")] = 8
     warmup_load: Annotated[
         bool, _load("Warm up with the load's own first seconds too, until step times settle.", show_default=False)
@@ -809,7 +816,7 @@ class Config(
     @functools.cached_property
     def load(self) -> "Load":
         """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
-        from loadgen.load import lengths  # not before the options are read
+        from loadgen.load import choices, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource, parse_arrival, parse_streams
         from loadgen.load.sessions import EVERY, Sessions
         from loadgen.load.shapes import parse_prefix
@@ -852,6 +859,7 @@ class Config(
                 ),
                 sessions=sessions,
                 cancel_ratio=self.cancel,
+                adapters=None if self.adapters is None else choices.parse_adapters(self.adapters),
                 seed=self.seed,
             )
         except ValueError as error:

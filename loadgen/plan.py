@@ -74,10 +74,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shard: int = 0
     shards: int = 1
 
-    def request(self, backend: Backend, prompt: Prompt, sampling: Sampling) -> HttpRequest:
-        """The request for a prompt, with what the user adds to it and leaves out."""
-        request = backend.encode(self.model, prompt, sampling)
+    def request(self, backend: Backend, prompt: Prompt, sampling: Sampling, adapter: str = "") -> HttpRequest:
+        """The request for a prompt, to the model or to that adapter of it, with what the user adds to it and leaves
+        out."""
+        by_name = adapter and backend.adapter_field == "model"
+        request = backend.encode(adapter if by_name else self.model, prompt, sampling)
         body = self.body_edits.apply(request.body)
+        if adapter and not by_name:
+            body = BodyEdits(extra=_nested(backend.adapter_field, adapter)).apply(body)
         return request if body is request.body else msgspec.structs.replace(request, body=body)
 
     @property
@@ -109,6 +113,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The numbers of its requests, ascending, without end."""
         cycle = self.shards if self.load.streams is None else self.load.streams.most
         return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
+
+
+def _nested(field: str, value: str) -> dict[str, object]:
+    outer, _, inner = field.partition(".")
+    return {outer: {inner: value} if inner else value}
 
 
 class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +190,28 @@ def choose_model(config: Config, backend: Backend, info: ServerInfo) -> str:
     raise ConfigError(f"the server has '{offered[0]}', not '{config.model}'; leave --model out or name that one.")
 
 
+def with_adapters(load: Load, backend: Backend, info: ServerInfo) -> Load:
+    """The load with its adapters by the server's own names. Raises ConfigError for what the server lacks."""
+    asked, listed = load.adapters, info.adapters
+    if asked is None:
+        return load
+    if not backend.adapter_field:
+        raise ConfigError(f"--adapters: a request to {backend.name} cannot name an adapter; leave it out.")
+    if asked.by_server and listed is not None:
+        if len(listed) < len(asked.names):
+            raise ConfigError(
+                f"--adapters asks for {len(asked.names)} adapters, and the server {_has(listed)}; lower the number."
+            )
+        asked = msgspec.structs.replace(asked, names=listed[: len(asked.names)])
+    if listed is not None and (lacking := [name for name in asked.own if name not in listed]):
+        raise ConfigError(f"the server lacks the adapter '{lacking[0]}' of --adapters; it {_has(listed)}.")
+    return msgspec.structs.replace(load, adapters=asked)
+
+
+def _has(adapters: tuple[str, ...]) -> str:
+    return f"has {_some(list(adapters))}" if adapters else "has none"
+
+
 def unlisted(model: str, info: ServerInfo) -> str:
     """A note where the server's list lacks the model that is asked for; empty where it has it, or has no list."""
     offered = offered_models(info)
@@ -220,8 +251,8 @@ def _in_pieces(load: Load, piece: int) -> bool:
 
 
 def offered_models(info: ServerInfo) -> list[str]:
-    """The names, and patterns of names, that a server says it has."""
-    return [info.model] if info.model is not None else list(info.models)
+    """The names, and patterns of names, that a server says it has; those of its adapters after its models'."""
+    return [*([info.model] if info.model is not None else info.models), *(info.adapters or ())]
 
 
 def _matches(model: str, offered: list[str]) -> bool:
@@ -239,7 +270,7 @@ def plan_run(
     """Everything about the run that does not need the network. `started`: the model of a server that loadgen started.
     Raises ConfigError or WorkloadError."""
     _check_drawn(config, backend)
-    load = _load(config, backend, info.max_total_tokens)
+    load = with_adapters(_load(config, backend, info.max_total_tokens), backend, info)
     spec = started.spec if started is not None else models.spec(config.model or info.model or "")
     vocabulary = info.vocab_size or (spec.vocab_size if spec else None)
     if config.vocab_size is not None and vocabulary is not None and config.vocab_size > vocabulary:

@@ -75,6 +75,9 @@ class ServeOptions:
         _wire("Port to listen on; 0 takes any free one. The URL is printed on stdout once it listens."),
     ] = 8000
     model: Annotated[str, _wire("Name of the model that it serves.")] = "llama-2-7b"
+    adapter: Annotated[
+        tuple[str, ...], _wire("Name of a LoRA adapter of the model, repeatable (vllm and openai, in the field model).")
+    ] = ()
     max_model_len: Annotated[Whole, _wire("Most tokens that a prompt and its output may hold together.")] = 4096
     ttft_ms: Annotated[float, _times("Milliseconds from a request's last byte to its first token.")] = 200.0
     itl_ms: Annotated[float, _times("Milliseconds between one token and the next.")] = 40.0
@@ -109,6 +112,8 @@ class ServeOptions:
             raise ValueError(
                 f"--max-model-len {self.max_model_len} leaves no room for a prompt and a token; it must be at least 2."
             )
+        if self.adapter and self.dialect not in ("vllm", "openai"):
+            raise ValueError(f"--adapter is for requests that name a model, as those to {self.dialect} do not.")
         check_listen(self.host)
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if not 0 <= value <= 86_400_000:
@@ -158,6 +163,7 @@ def serve(
             UNREFUSED if hardware is None or hardware.gpu is None else hardware.max_requests,
             hardware is None or hardware.scheduler != "tgi@1",
             options.per_request_metrics,
+            options.adapter,
         )
     )
     try:

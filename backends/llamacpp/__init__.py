@@ -278,6 +278,7 @@ ADAPTER = Adapter(
 
 BACKEND = Backend(
     name="llamacpp",
+    adapter_field="",
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,

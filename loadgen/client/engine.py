@@ -150,6 +150,8 @@ class Client:
         self._health = Health()
         self._names = Names(job.model)
         self._cancels = job.load.cancels()
+        adapters = job.load.adapters
+        self._adapters = None if adapters is None else adapters.drawn(job.load.seed)
 
     async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
@@ -233,7 +235,8 @@ class Client:
             prompt, shared_tokens = _going_on(earlier, prompt)
         asked = shape.output_tokens if output_tokens is None else output_tokens
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
-        request = self.job.request(self.backend, prompt, sampling)
+        adapter = self._adapter(number) if self._adapters is not None and phase == "measured" else ""
+        request = self.job.request(self.backend, prompt, sampling, adapter)
         id = self.workload.id(number) if phase == "measured" else number
         kept = None
         if self._turns is None or phase == "warmup" or self.backend.keeper is None:
@@ -242,7 +245,7 @@ class Client:
             kept = Kept()
             decoder = self.backend.keeper(sampling.stream, kept)
         exchange = Exchange(id, phase, -1, prompt.n_tokens, asked, decoder, self._on_done)
-        exchange.names = self._names
+        exchange.names, exchange.adapter = self._names, adapter
         exchange.shared_tokens = shared_tokens
         cancels = self._cancels if phase == "measured" else None
         if cancels is not None and (given_up_at := cancels.token(number, asked)) is not None:
@@ -258,6 +261,11 @@ class Client:
         if self.job.retries:
             exchange.on_done = functools.partial(self._again_or_done, prepared)
         return exchange, prepared
+
+    def _adapter(self, number: int) -> str:
+        """That a request, or all of its session, asks for."""
+        assert self._adapters is not None
+        return self._adapters.at(number if self._turns is None else self._turns.place(number)[0])
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
         for number in itertools.islice(self.job.numbers(), self._begun_at_most):

@@ -49,12 +49,12 @@ class Names:
         self._ids: dict[str, None] | None = {}  # the latest; None: this server's ids do not tell replies apart
         self._lowest, self._highest = 1 << 62, -1  # of ids that are a number, or end with one
 
-    def take(self, told: Told) -> str:
-        """The model that a reply names where it is not the one that was asked for. Raises ProtocolError for a reply
-        with the id of an earlier one."""
+    def take(self, told: Told, adapter: str = "") -> str:
+        """The model that a reply names where it is not the one, or its adapter, that was asked for. Raises
+        ProtocolError for a reply with the id of an earlier one."""
         if told.id and self._ids is not None:
             self._take_id(told.id)
-        if not told.model or told.model == self.asked or self.asked == TGI_NAME:
+        if not told.model or told.model in (self.asked, adapter) or self.asked == TGI_NAME:
             return ""
         if len(self._models) < MOST_MODELS:
             return self._models.setdefault(told.model, printable(told.model, MOST_NAME_CHARS))
@@ -91,6 +91,7 @@ class Exchange:
 
     __slots__ = (
         "abort",
+        "adapter",
         "asked_prompt_tokens",
         "asked_tokens",
         "cached_tokens",
@@ -161,6 +162,7 @@ class Exchange:
         self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
         self.session = self.turn = -1  # of a session, the first turn being 1
         self.names: Names | None = None  # until it is known who the reply says that it is
+        self.adapter = ""  # of the model, that is asked for
         self.model = ""  # that the reply names, where it is not the one that was asked for
         self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
         self.kept: Kept | None = None
@@ -237,7 +239,7 @@ class Exchange:
     def _take(self, delta: Delta, now: int) -> None:
         if self.names is not None and (told := self.decoder.told) is not None:
             names, self.names = self.names, None
-            self.model = names.take(told)
+            self.model = names.take(told, self.adapter)
         if delta.n_tokens:
             self._take_event(delta, now)
         if delta.prompt_tokens is not None:
@@ -361,6 +363,7 @@ class Exchange:
             resent_ns=sent_ns[1:] or UNSET,
             shared_tokens=self.shared_tokens or UNSET,
             model=self.model or UNSET,
+            adapter=self.adapter or UNSET,
             session=self.session if self.turn > 0 else UNSET,
             turn=self.turn if self.turn > 0 else UNSET,
             itl_us=itl_us,

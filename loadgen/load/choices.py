@@ -1,18 +1,28 @@
-"""What a client decides of each request beside its lengths: at which token it gives the reply up. Pure.
+"""What a client decides of each request beside its lengths: at which token it gives the reply up, and which adapter of
+the model it asks for. Pure.
 
 As lengths are, it is drawn by the seed and the request's number alone.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import re
 from typing import TYPE_CHECKING
+
+import msgspec
+
+from backends.untrusted import escaped
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
     from numpy.typing import NDArray
 
 BLOCK = 4096  # requests that are drawn at once
-_CANCELS = 0x1E96  # among the streams of `lengths`
+_CANCELS, _ADAPTERS = 0x1E96, 0x1E97  # among the streams of `lengths`
+MOST_ADAPTERS, MOST_ZIPF = 10_000, 100.0
+BASE = "base"  # in --adapters: the model without one
 
 
 class _Drawn:
@@ -45,3 +55,62 @@ class Cancels:
         """The token after which it gives that reply of so many up, any but the last; None: it reads it to its end."""
         chosen, place = self._drawn.at(number)
         return 1 + int(place * (output_tokens - 1)) if chosen < self._ratio and output_tokens > 1 else None
+
+
+class Adapters(msgspec.Struct, frozen=True):
+    """The adapters that requests ask for, in proportion to their weights; BASE: for none. by_server: the names stand
+    for the first ones that the server lists, as many as there are."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    by_server: bool = False
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Those that a server must have."""
+        return tuple(name for name in self.names if name != BASE)
+
+    def drawn(self, seed: int) -> DrawnAdapters:
+        return DrawnAdapters(self, seed)
+
+
+class DrawnAdapters:
+    """Which adapter each request, or session, asks for."""
+
+    def __init__(self, adapters: Adapters, seed: int) -> None:
+        self._names = ["" if name == BASE else name for name in adapters.names]
+        self._below = list(itertools.accumulate(adapters.weights))
+        self._drawn = _Drawn(seed, _ADAPTERS, 1)
+
+    def at(self, number: int) -> str:
+        """Its name; empty for the model itself."""
+        (place,) = self._drawn.at(number)
+        return self._names[min(bisect.bisect_right(self._below, place * self._below[-1]), len(self._names) - 1)]
+
+
+def parse_adapters(text: str) -> Adapters:
+    """'NAME:SHARE,NAME:SHARE,...' or 'zipf=A:N'. Raises ValueError with one sentence."""
+    if found := re.fullmatch(r"zipf=(\d+(?:\.\d*)?|\.\d+):(\d{1,6})", text):
+        power, count = float(found[1]), int(found[2])
+        if power <= MOST_ZIPF and 1 <= count <= MOST_ADAPTERS:
+            ranks = range(1, count + 1)
+            return Adapters(tuple(f"lora-{rank}" for rank in ranks), tuple(rank**-power for rank in ranks), True)
+        raise ValueError(f"--adapters '{text}' needs 1 to {MOST_ADAPTERS} adapters, and A of at most {MOST_ZIPF:g}.")
+    names, weights = [], []
+    for part in text.split(","):
+        name, _, share = part.strip().rpartition(":")
+        if (
+            not name
+            or text.startswith("zipf=")
+            or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", share)
+            or not float(share)
+        ):
+            raise ValueError(
+                f"--adapters '{escaped(text)}' is not understood; use NAME:SHARE,NAME:SHARE,... with shares above 0 "
+                f"({BASE}: the model itself), or zipf=A:N."
+            )
+        names.append(name)
+        weights.append(float(share))
+    if len(set(names)) < len(names) or len(names) > MOST_ADAPTERS:
+        raise ValueError(f"--adapters names an adapter twice, or over {MOST_ADAPTERS}; name each once.")
+    return Adapters(tuple(names), tuple(weights))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from backends.untrusted import escaped
-from loadgen.load.choices import Cancels
+from loadgen.load.choices import Adapters, Cancels
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
 from loadgen.load.sessions import Sessions, SessionShapes, Turns
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
@@ -284,7 +284,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """requests: how many at the most; duration_s: until when they are sent; None: no such limit. streams: a closed loop
     instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone.
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
-    lengths are what a turn adds. cancel_ratio: of the requests that the client gives up. The same seed gives the same
+    lengths are what a turn adds. cancel_ratio: of the requests that the client gives up. adapters: that they
+    ask for, of sessions each for one. The same seed gives the same
     requests at the same times."""
 
     arrival: Arrival
@@ -297,6 +298,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSource | None = None
     sessions: Sessions | None = None
     cancel_ratio: float = 0.0
+    adapters: Adapters | None = None
     seed: int = 0
 
     @property

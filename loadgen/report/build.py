@@ -177,6 +177,7 @@ def _on_the_wire(
     return {
         "abandoned": abandoned.build(measured, rules),
         "resent": abandoned.resent(measured, rules),
+        "by_adapter": slices.by_adapter(measured, rules),
         "full_slots_s": None if full is None else full.seconds,
         "connect_ms": _connecting(facts),
         "retried_connections": len(measured.retried),

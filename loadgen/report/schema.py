@@ -160,6 +160,16 @@ class GpuUse(GpuStats, kw_only=True):
     j_per_output_token: float | None
 
 
+class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests for one LoRA adapter; of those that ended ok their ttft, tpot and e2el. name: empty for the model
+    itself."""
+
+    name: str
+    requests: int
+    ok: int
+    metrics: dict[str, Summary]
+
+
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that the client gave up, and whether the server stopped its work for them: told by others that waited.
     events: that had come of their replies. refilled_ms: of those that were given up, and of replies that ended, while
@@ -375,6 +385,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     economics: Economics | None = None
     abandoned: Abandoned | None = None
     resent: Resent | None = None
+    by_adapter: list[AdapterStats] = []
 
 
 class Report(Numbers, frozen=True, kw_only=True):

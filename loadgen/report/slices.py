@@ -19,7 +19,16 @@ from loadgen.monitor.server_view import ServerStats
 from loadgen.report import metrics
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Column, Convention, Summary
-from loadgen.report.schema import Lengths, Numbers, PhaseStats, PromptQuartile, ServerRequests, Stamp, Window
+from loadgen.report.schema import (
+    AdapterStats,
+    Lengths,
+    Numbers,
+    PhaseStats,
+    PromptQuartile,
+    ServerRequests,
+    Stamp,
+    Window,
+)
 from loadgen.rundir import Manifest, Phase
 from loadgen.rundir.records import Table
 from loadgen.steady import flows
@@ -30,6 +39,7 @@ from loadgen.steady.changes import Change
 # two of a template or of drawn words says nothing about ttft.
 MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
+MOST_ADAPTERS = 20  # that have a row each
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
 REPLIES, METRICS = "its replies", "its /metrics"
@@ -178,6 +188,29 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
         )
         for number in np.unique(quarter)
     ]
+
+
+def by_adapter(measured: Table, rules: Convention) -> list[AdapterStats]:
+    """The adapters that most requests asked for, and the model itself; empty for a load without any."""
+    if not measured.adapters:
+        return []
+    asked = np.array([measured.adapters.get(number, "") for number in measured.id.tolist()])
+    columns = {name: metrics.fair_column(measured, name, rules) for name in PHASE_METRICS}
+    names, counts = np.unique(asked, return_counts=True)
+    most = np.argsort(-counts, kind="stable")[:MOST_ADAPTERS]
+    stats = []
+    for name in names[most].tolist():
+        of_it = asked == name
+        ok = of_it & measured.ok
+        stats.append(
+            AdapterStats(
+                name=name,
+                requests=int(of_it.sum()),
+                ok=int(ok.sum()),
+                metrics={metric: _summary(values[ok], rules) for metric, values in columns.items()},
+            )
+        )
+    return stats
 
 
 def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:

@@ -20,6 +20,7 @@ from loadgen.report import abandoned, cluster
 from loadgen.report.finding import Finding, share
 from loadgen.report.metrics import Summary
 from loadgen.report.schema import (
+    AdapterStats,
     Economics,
     GpuUse,
     Lengths,
@@ -609,6 +610,12 @@ def part_tables(report: Report) -> Iterator[Table]:
         ]  # fmt: skip
         headers = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
         yield Table(["turn, latency ms", *headers], rows, "By turn of the sessions")
+    if report.by_adapter:
+        rows = [
+            [escaped(each.name) or "(the model itself)", *map(cell, (each.requests, each.ok)), *_latency_cells(each)]
+            for each in report.by_adapter
+        ]
+        yield Table(["adapter, latency ms", "requests", "ok", *_LATENCY_COLUMNS], rows, "By adapter")
 
 
 def turn_name(turn: TurnStats) -> str:
@@ -616,7 +623,7 @@ def turn_name(turn: TurnStats) -> str:
     return f"turn {turn.to_turn}" if same else f"turns {turn.from_turn} to {turn.to_turn}"
 
 
-def _latency_cells(part: PhaseStats | TurnStats) -> Iterator[Cell]:
+def _latency_cells(part: PhaseStats | TurnStats | AdapterStats) -> Iterator[Cell]:
     for each in part.metrics.values():
         yield from (cell(each.p50), cell(each.p99))
 

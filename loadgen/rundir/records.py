@@ -76,6 +76,7 @@ class Record(msgspec.Struct, kw_only=True):
     error: str | None = None
     server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
     model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
+    adapter: str | msgspec.UnsetType = msgspec.UNSET  # of the model, that was asked for
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     resent_ns: Sequence[int] | msgspec.UnsetType = (
         msgspec.UNSET
@@ -168,6 +169,7 @@ class Table:
     server: dict[int, ServerRecord] = field(default_factory=dict)
     answers_ns: dict[int, int] = field(default_factory=dict)
     models: dict[int, str] = field(default_factory=dict)
+    adapters: dict[int, str] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
@@ -265,7 +267,7 @@ COLUMNS = (*_INTEGERS, "outcome", "phase")
 # what few requests have: by the names of a table, the field of a record
 BY_ID = {
     "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
-    "models": "model",
+    "models": "model", "adapters": "adapter",
 }  # fmt: skip
 _OF_FEW = attrgetter(*BY_ID.values())
 _NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))
@@ -391,7 +393,7 @@ class _Columns:
         if record.phase == "measured" and told != _NOTHING_TOLD:
             for name, value in zip(BY_ID, told, strict=True):
                 if isinstance(value, str):
-                    shown = printable(value) if name == "models" else value
+                    shown = printable(value) if name in ("models", "adapters") else value
                     value = self._texts.setdefault(shown, shown)
                 if value is not UNSET and value not in (None, "", False):
                     self._by_id[name][record.id] = value

@@ -72,6 +72,8 @@ def options(config: Config, dialect: str, model: str) -> list[str]:
     """The embedded server's flags for a run: fixed times, or those of modelled GPUs."""
     chosen = ["--dialect", dialect, "--model", model, "--seed", str(config.seed)]
     chosen += ["--max-model-len", str(model_len(config))]
+    adapters = config.load.adapters
+    chosen += [word for name in (adapters.own if adapters is not None else ()) for word in ("--adapter", name)]
     if config.gpu is None:
         return [*chosen, *RUN_TIMING]
     flags = modelled(config)

@@ -141,6 +141,13 @@ class OpenAI:
         more = {"root": settings.model, "parent": None, "max_model_len": settings.max_model_len, "permission": ()}
         return wire.models_page(settings, self._started_s, "vllm", **more)
 
+    def _served(self, body: Body) -> str:
+        """The model, or its adapter, that a request names."""
+        return body.model or self._settings.model
+
+    def _adapter(self, body: Body) -> str:
+        return "" if self._served(body) == self._settings.model else self._served(body)
+
     def _completion(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         try:
             body: CompletionOptions = (one := _decode_completion(raw))
@@ -158,7 +165,8 @@ class OpenAI:
             prompt = prompts[index // n_choices]
             n_prompt = wire.count_tokens(prompt)
             n_output = self._admitted(body, n_prompt, max_tokens)
-            reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._settings.model, request_id)
+            reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._served(body), request_id)
+            reply.adapter = self._adapter(body)
             reply.is_choice(index, shared, index % n_choices == 0)
             reply.tells_times = self._settings.per_request_metrics
             reply.logprobs = self._n_logprobs(body.logprobs, "logprobs")
@@ -191,7 +199,8 @@ class OpenAI:
         text = " ".join(texts)
         replies = []
         for index in range(n_choices):
-            reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._settings.model, request_id)
+            reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._served(body), request_id)
+            reply.adapter = self._adapter(body)
             reply.is_choice(index, shared, index == 0)
             reply.tells_times = self._settings.per_request_metrics
             if body.logprobs:
@@ -264,7 +273,7 @@ class OpenAI:
     def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
         """How many tokens will be generated. Raises Refusal where vLLM refuses."""
         limit = self._settings.max_model_len
-        if body.model not in (None, self._settings.model):
+        if body.model not in (None, self._settings.model, *self._settings.adapters):
             raise Refusal(self.error(404, f"The model `{body.model}` does not exist.", "model"))
         if n_prompt == 0:
             raise Refusal(self.error(400, "The decoder prompt cannot be empty", "prompt"))

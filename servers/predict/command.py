@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import itertools
 import math
@@ -44,8 +45,8 @@ COUNTED_TOGETHER = 4096  # requests
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
-    "prefix", "sessions", "turns", "think_time", "cancel", "trace", "trace_format", "trace_speed", "trace_limit",
-    "trace_from", "trace_block_tokens",
+    "prefix", "sessions", "turns", "think_time", "cancel", "adapters", "trace", "trace_format", "trace_speed",
+    "trace_limit", "trace_from", "trace_block_tokens",
     "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
@@ -105,6 +106,8 @@ def predict(
     emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), length))
     for note in emulated.facts.notes:
         terminal.note(f"note: {note}")
+    if load.adapters is not None and not emulated.settings.get("max_loras"):
+        terminal.note("note: adapters cost nothing here but with --scheduler-arg max_loras=N (vllm@v1).")
     if emulated.setup.scheduler == "tgi@3":
         for note in unkept(load, backends.get("tgi"), ServerInfo(max_total_tokens=length)):
             terminal.note(f"note: {note}; predicted so{', but for prompts of later turns' if load.sessions else ''}.")
@@ -115,7 +118,7 @@ def predict(
         terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
         run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
         del sent, emulated  # the report needs the memory
-        written = write(directory, run_manifest, outcomes, shapes, load.turns())
+        written = write(directory, run_manifest, outcomes, shapes, load.turns(), _adapters(load))
     except (EmulationError, records.RecordsError):
         rundir.remove_if_empty(directory, made)
         raise
@@ -171,6 +174,24 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
 
 
 def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
+    """As `_requests` has them, each with its adapter."""
+    sent = _requests(load, shapes)
+    if load.adapters is None:
+        return sent
+    drawn = _adapters(load)
+    named = (each._replace(adapter=drawn(number)) for number, each in enumerate(sent))
+    return list(named) if isinstance(sent, list) else named
+
+
+def _adapters(load: Load) -> Callable[[int], str]:
+    """Which adapter each request is for, by its number; empty: none."""
+    if load.adapters is None:
+        return lambda number: ""
+    adapters, turns = load.adapters.drawn(load.seed), load.turns()
+    return adapters.at if turns is None else lambda number: adapters.at(turns.place(number)[0])
+
+
+def _requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     """Every request of a load, in the order of their numbers; those of a trace, and of a closed loop that time ends, as
     they are asked for. In a closed loop their times do not matter, nor do those of a session's later turns."""
     if load.streams is not None and load.duration_s is not None:
@@ -223,13 +244,20 @@ def _prompts(config: Config) -> int | None:
 
 
 def write(
-    directory: Path, run_manifest: rundir.Manifest, outcomes: list[Outcome], shapes: Shapes, turns: Turns | None
+    directory: Path,
+    run_manifest: rundir.Manifest,
+    outcomes: list[Outcome],
+    shapes: Shapes,
+    turns: Turns | None,
+    adapter: Callable[[int], str] = lambda number: "",
 ) -> records.Recorded:
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
-    turns: of sessions. Raises RecordsError, before it writes, for times that no record can have."""
+    turns: of sessions; adapter: by a request's number. Raises RecordsError, before it writes, for times that no record
+    can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
     caches = run_manifest.emulation is None or run_manifest.emulation.prefix_caching
-    table = record_table(outcomes, shapes, turns, caches=caches)
+    named = {shapes.id(each.index): name for each in outcomes if (name := adapter(each.index))}
+    table = dataclasses.replace(record_table(outcomes, shapes, turns, caches=caches), adapters=named)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
     _give_back()
     rundir.write_manifest(directory, run_manifest)

@@ -7,6 +7,7 @@ runs, and so it does not know yet what that one will free).
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
@@ -36,22 +37,27 @@ class Sequence:
 
     `segments`: (key, tokens) pieces of the prompt, going on into the reply. Equal keys mean equal tokens from the
     piece's beginning on, however long the piece is in each request. What they leave of prompt and reply nobody shares.
-    Keys are whole numbers of 64 bits.
+    Keys are whole numbers of 64 bits. `adapter`: of the model, that it is for; empty: of none.
 
     While it is `counted` with others, `computed`, `sampled`, `emitted` and `blocks` are not kept here but worked out
     for whoever asks; `offset` and `joined` are then those of `decoding.Decoding`.
     """
 
     __slots__ = (
-        "blocks", "cached", "computed", "counted", "done", "emitted", "index", "joined", "offset", "output",
+        "adapter", "blocks", "cached", "computed", "counted", "done", "emitted", "index", "joined", "offset", "output",
         "preemptions", "prompt", "sampled", "segments",
     )  # fmt: skip
 
-    def __init__(self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = (), adapter: str = ""
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
-        self.segments = segments
+        # another adapter makes other keys and values of the same tokens
+        mixed = zlib.crc32(adapter.encode()) << 20 if adapter else 0
+        self.segments = tuple((key ^ mixed, tokens) for key, tokens in segments) if mixed else segments
+        self.adapter = adapter
         self.cached = 0  # tokens that the prefix cache had when it was first scheduled
         self.computed = 0  # tokens whose keys and values are, or are about to be, in the cache
         self.sampled = 0  # output tokens that scheduled steps will have given
@@ -89,7 +95,8 @@ class Step:
     `begun`: prompt tokens of those whose first it is, where `turning` is known.
     `ends`: those that were counted up to their last token, which this step gives; `singles`: those of `emits` that are
     counted one by one. `steady`: it has none of both, and is nobody's first token either. `lengths`: tokens of each of
-    `emits`, prompt and reply, where its cost needs them.
+    `emits`, prompt and reply, where its cost needs them. `loads`: adapters that are loaded
+    for it first.
     """
 
     emits: list[Sequence] = field(default_factory=list)
@@ -104,6 +111,7 @@ class Step:
     ends: Several[Sequence] = ()
     singles: Several[Sequence] = ()
     lengths: list[int] | None = None
+    loads: int = 0
     steady: bool = False
 
     def prefill(self, tokens: int, cached: int) -> None:

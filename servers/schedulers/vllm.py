@@ -59,14 +59,20 @@ class VllmV1(_Recomputing):
     """
 
     class Settings(msgspec.Struct, frozen=True, kw_only=True):
-        """long_prefill_token_threshold: of a prompt in a step at most, where there are others; 0: no such limit."""
+        """long_prefill_token_threshold: of a prompt in a step at most, where there are others; 0: no such limit.
+        max_loras: adapters that may run together, each in a slot of GPU memory; 0: all of them, at no cost. lora_rank:
+        that slots have room for. lora_load_ms: to load an adapter that is in no slot."""
 
         max_running: int = 1024
         budget_tokens: int = 8192
         async_scheduling: bool = True
         long_prefill_token_threshold: int = 0
+        max_loras: int = 0
+        lora_rank: int = 16
+        lora_load_ms: float = 50.0
 
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
+        self._slots: dict[str, None] = {}  # the adapters in them, the one that was used last at the end
         super().__init__(kv_tokens, kv_tokens // BLOCK_TOKENS - 1)  # one block is kept as the null block
         self.depth = 2 if settings.async_scheduling else 1
         self._settings = settings
@@ -272,8 +278,36 @@ class VllmV1(_Recomputing):
         """Requests that wait, and run then. counted: how many of the first tokens are of those that are counted."""
         if self._waiting:
             came = len(self._running)
+            every = self._waiting
+            if self._settings.max_loras:
+                self._waiting = self._with_slots()
             self._admit(step, budget)
+            if self._waiting is not every:
+                self._waiting = self._put_back(step, every, self._running[came:])
             self._others += self._running[came:]
+
+    def _with_slots(self) -> deque[Sequence]:
+        """Those that wait and whose adapters may run beside those that run, if each of them is let in; the others are
+        passed over."""
+        held = {sequence.adapter for sequence in self._running} - {""}
+        passed: deque[Sequence] = deque()
+        for sequence in self._waiting:
+            if not sequence.adapter or sequence.adapter in held or len(held) < self._settings.max_loras:
+                held |= {sequence.adapter} - {""}
+                passed.append(sequence)
+        return passed
+
+    def _put_back(self, step: Step, every: deque[Sequence], came: list[Sequence]) -> deque[Sequence]:
+        """All that wait on, in their order; adapters of those that came are loaded into the slots used longest ago."""
+        for sequence in self._running:
+            if sequence.adapter:
+                step.loads += sequence.adapter not in self._slots
+                self._slots.pop(sequence.adapter, None)
+                self._slots[sequence.adapter] = None
+        while len(self._slots) > self._settings.max_loras:
+            del self._slots[next(iter(self._slots))]
+        let_in = set(came)
+        return deque(sequence for sequence in every if sequence not in let_in) if came else every
 
     def _take(self, blocks: int) -> None:
         """For requests that run."""

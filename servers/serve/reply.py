@@ -67,7 +67,7 @@ class Reply:
         self._held_tokens = 0  # due, and waiting for the event that will carry them
         self._held_events: list[bytes] = []
         self._change_facts()
-        self.segments = wire.segments(self.n_tokens)
+        self.segments, self.adapter = wire.segments(self.n_tokens), wire.adapter
         self._midway = 0
         if self._kind in FIRST:
             self._midway = 1

@@ -22,13 +22,14 @@ from servers.schedulers import Scheduler
 
 class TimedReply(Protocol):
     """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length.
-    segments: what prompt and reply are made of, for a prefix cache."""
+    segments: what prompt and reply are made of, for a prefix cache. adapter: of the model, that it is for."""
 
     index: int
     received_ns: int
     n_prompt_tokens: int
     n_tokens: int
     segments: tuple[tuple[int, int], ...]
+    adapter: str
 
     def found(self, cached_tokens: int) -> None:
         """So many tokens of the prompt were in the prefix cache; called before the first token."""

@@ -60,7 +60,7 @@ class Settings:
     """What is served: the model's name and the most tokens that prompt and output may hold together. prefix_caching:
     whether prompts are compared, for a modelled prefix cache. max_requests: that it holds at once before it refuses
     more. in_pieces: whether long replies come in whole pieces (TGI 3). per_request_metrics: whether replies tell their
-    times (vLLM)."""
+    times (vLLM). adapters: of the model, by their names."""
 
     model: str
     max_model_len: int
@@ -68,6 +68,7 @@ class Settings:
     max_requests: int = UNREFUSED
     in_pieces: bool = True
     per_request_metrics: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 def nothing_compared(reply_tokens: int) -> Segments:
@@ -88,6 +89,7 @@ class Wire(ABC):
     done = b""  # the event that ends a stream and carries nothing
     headers: Headers = ()
     took_ns = (0, 0)
+    adapter = ""  # of the model, that the request is for
 
     def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming
@@ -165,8 +167,9 @@ def error_body(status: int, message: str, kind: str, param: str | None = None) -
 
 def models_page(settings: Settings, created_s: int, owned_by: str, **more: object) -> Page:
     """As OpenAI's API lists models; the one that is served, with what else a server says of it."""
-    model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by}
-    return json_page(200, {"object": "list", "data": [model | more], "system_fingerprint": MARK})
+    model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by} | more
+    adapters = [model | {"id": name, "root": name, "parent": settings.model} for name in settings.adapters]
+    return json_page(200, {"object": "list", "data": [model, *adapters], "system_fingerprint": MARK})
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]  # four times the largest vocabulary that there is

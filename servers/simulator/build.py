@@ -16,7 +16,16 @@ from typing import Any
 
 import msgspec
 
-from backends.decoder import LatentAttention, Layers, ModelSpec, Precision, PrecisionError, Quantization, Reserve
+from backends.decoder import (
+    Attention,
+    LatentAttention,
+    Layers,
+    ModelSpec,
+    Precision,
+    PrecisionError,
+    Quantization,
+    Reserve,
+)
 from backends.exit_codes import UserError
 from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
@@ -134,7 +143,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         clock = self.cost.clock(self.slow_rank)
         if not self.cost.by_sums:
             deliver_steady = None
-        return Engine(_scheduler(self), (clock.step_s, clock.launch_s), deliver, self.profile.front, deliver_steady)
+        launch_s = _loading(self.settings, clock.launch_s)
+        return Engine(_scheduler(self), (clock.step_s, launch_s), deliver, self.profile.front, deliver_steady)
 
     def with_profile(self, profile: Profile) -> Emulated:
         """The same server with other software times."""
@@ -150,6 +160,21 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
             raise EmulationError(f"{kv_share:.3%} of the KV cache is {kv_tokens} tokens; leave {LEAST_KV_TOKENS}.")
         facts = msgspec.structs.replace(self.facts, kv_cache_tokens=kv_tokens)
         return msgspec.structs.replace(self, kv_tokens=kv_tokens, slow_rank=slow_rank, facts=facts)
+
+
+def _loading(
+    settings: Mapping[str, Any], launch_s: Callable[[Step], tuple[float, float]]
+) -> Callable[[Step], tuple[float, float]]:
+    """What a step takes to launch, adapters loaded first."""
+    if not settings.get("max_loras"):
+        return launch_s
+    load_s = settings.get("lora_load_ms", VllmV1.Settings().lora_load_ms) / 1e3
+
+    def launch(step: Step) -> tuple[float, float]:
+        launched_s, prepared_s = launch_s(step)
+        return launched_s + step.loads * load_s, prepared_s + step.loads * load_s
+
+    return launch
 
 
 def _scheduler(emulated: Emulated) -> Scheduler:
@@ -340,6 +365,8 @@ def emulate(setup: Setup) -> Emulated:
     tp = _tensor_parallel(setup, usable, gpu.name, reserve)
     topology, link = hardware.link(gpu, tp, setup.topology, setup.p2p)
     room = usable - setup.model.serving_bytes(precision, tp, 0, reserve(precision, tp))
+    if slots := settings.get("max_loras"):
+        room -= slots * lora_bytes(setup, settings) / tp
     kv_tokens = _kv_tokens(setup, tp, room, settings) if setup.kv_tokens is None else setup.kv_tokens
     profile = profiles()[setup.scheduler] if setup.profile is None else read_profile(setup.profile, setup.scheduler)
     overheads = _overheads(setup, settings, tp, topology, profile)
@@ -354,6 +381,23 @@ def emulate(setup: Setup) -> Emulated:
     )  # fmt: skip
     _try_scheduler(emulated)
     return emulated
+
+
+def lora_bytes(setup: Setup, settings: Mapping[str, Any]) -> int:
+    """What a slot for an adapter takes of the memory of all GPUs: beside each projection of attention and MLP two
+    matrices of 16-bit numbers, as vLLM allocates them whatever an adapter's own rank is. Raises EmulationError."""
+    model, widths = setup.model, 0
+    for kind in model.kinds:
+        if not isinstance(kind.attention, Attention) or kind.mlp.experts > 1:
+            raise EmulationError(
+                f"adapters are modelled for dense decoders, and {model.name} is none; leave max_loras out."
+            )
+        attention, mlp = kind.attention, kind.mlp
+        projections = (attention.query_width, *2 * (attention.kv_heads * attention.head_dim,), attention.query_width)
+        each = sum(projections) + mlp.matrices * mlp.width + (4 + mlp.matrices) * model.hidden
+        widths += kind.count * each
+    rank: int = settings.get("lora_rank", VllmV1.Settings().lora_rank)
+    return 2 * rank * widths
 
 
 def routed(model: ModelSpec, imbalance: float, dummy_weights: bool = False) -> ModelSpec:

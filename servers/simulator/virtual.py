@@ -35,12 +35,13 @@ _INDEX = operator.attrgetter("index")
 
 
 class Arrival(NamedTuple):
-    """A request that is sent at `at_s`. `segments`: what it shares, as of servers.schedulers.Sequence."""
+    """A request that is sent at `at_s`; the others as of servers.schedulers.Sequence."""
 
     at_s: float
     prompt: int
     output: int
     segments: tuple[tuple[int, int], ...] = ()
+    adapter: str = ""
 
 
 Sent = Arrival | tuple[float, int, int]
@@ -340,9 +341,9 @@ class _Sessions:
         return next(self._begins, None)
 
     def _send(self, at_s: float, number: int) -> None:
-        _, prompt, output, segments = self._arrivals[number]
+        _, prompt, output, segments, adapter = self._arrivals[number]
         outcome = self._outcomes[number] = Outcome(number, prompt, output, at_s)
-        sequence = Sequence(number, prompt, output, segments)
+        sequence = Sequence(number, prompt, output, segments, adapter)
         try:
             self._engine.submit(sequence, at_s)
             outcome.given = sequence.output

@@ -75,6 +75,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "think_time": (["0.5"], 0.5),
     "cancel": (["0.05"], 0.05),
     "retries": (["3"], 3),
+    "adapters": (["a:0.5,base:0.5"], "a:0.5,base:0.5"),
     "warmup_load": ([], True),
     "drain_warmup": ([], True),
     "workload": (["paper"], "paper"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.load.choices import Cancels
+from loadgen.load.choices import Cancels, parse_adapters
 
 REQUESTS = 20_000
 
@@ -29,3 +32,27 @@ def test_a_request_is_given_up_at_the_same_token_whoever_asks_and_in_whatever_or
 
 def test_a_reply_of_one_token_is_never_given_up() -> None:
     assert all(Cancels(0.99, 0).token(number, 1) is None for number in range(100))
+
+
+def test_adapters_are_drawn_in_proportion_to_their_shares() -> None:
+    drawn = parse_adapters("a:0.5,hub/b:v2:0.3,base:0.2").drawn(3)
+    counts = Counter(drawn.at(number) for number in range(REQUESTS))
+    for name, share in (("a", 0.5), ("hub/b:v2", 0.3), ("", 0.2)):
+        assert abs(counts[name] / REQUESTS - share) < 4 * np.sqrt(share * (1 - share) / REQUESTS)
+    assert counts.total() == REQUESTS and len(counts) == 3
+
+
+def test_zipf_gives_the_k_th_adapter_in_proportion_to_a_power_of_k() -> None:
+    adapters = parse_adapters("zipf=1:4")
+    assert adapters.by_server and adapters.weights == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    counts = Counter(adapters.drawn(0).at(number) for number in range(REQUESTS))
+    assert counts["lora-1"] / counts["lora-4"] == pytest.approx(4, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "a:", ":1", "a:0", "a:-1", "a:1,a:1", "a:1,,b:1", "zipf=1", "zipf=1:0", "zipf=x:2", "a:1e9", "a:nan"],
+)
+def test_what_is_no_choice_of_adapters_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="--adapters"):
+        parse_adapters(text)

@@ -46,6 +46,7 @@ class FakeReply:
     def __init__(self, index: int, received_ns: int, prompt: int, output: int) -> None:
         self.index, self.received_ns, self.n_prompt_tokens, self.n_tokens = index, received_ns, prompt, output
         self.segments: tuple[tuple[int, int], ...] = ()
+        self.adapter = ""
         self.cached_tokens = 0
         self.at_ns: list[int] = []
 

@@ -203,7 +203,7 @@ class Reply:
         (wire,) = generations[path](body, "id")
         self.index, self.received_ns = index, received_ns
         self.n_prompt_tokens, self.n_tokens = wire.prompt_tokens, wire.output_tokens
-        self.segments = wire.segments(self.n_tokens)
+        self.segments, self.adapter = wire.segments(self.n_tokens), wire.adapter
         self.cached_tokens = 0
 
     def found(self, cached_tokens: int) -> None:
