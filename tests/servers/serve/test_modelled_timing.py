@@ -506,7 +506,7 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
             "vllm",
             "depth=0",
             "has no setting 'depth'; it has max_running, budget_tokens, async_scheduling, "
-            "long_prefill_token_threshold\\.$",
+            "long_prefill_token_threshold, max_loras, lora_rank, lora_load_ms\\.$",
         ),
         ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
         ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
