@@ -280,30 +280,34 @@ class VllmV1(_Recomputing):
             came = len(self._running)
             every = self._waiting
             if self._settings.max_loras:
-                self._waiting = self._with_slots()
+                self._waiting = self._with_slots(step)
             self._admit(step, budget)
             if self._waiting is not every:
                 self._waiting = self._put_back(step, every, self._running[came:])
             self._others += self._running[came:]
 
-    def _with_slots(self) -> deque[Sequence]:
-        """Those that wait and whose adapters may run beside those that run, if each of them is let in; the others are
-        passed over."""
-        held = {sequence.adapter for sequence in self._running} - {""}
+    def _with_slots(self, step: Step) -> deque[Sequence]:
+        """Those that wait and whose adapters may run beside those of the step, if each of them is let in; the others
+        are passed over."""
+        held = self._adapters(step)
         passed: deque[Sequence] = deque()
         for sequence in self._waiting:
             if not sequence.adapter or sequence.adapter in held or len(held) < self._settings.max_loras:
-                held |= {sequence.adapter} - {""}
+                held |= {sequence.adapter: None} if sequence.adapter else {}
                 passed.append(sequence)
         return passed
 
+    def _adapters(self, step: Step) -> dict[str, None]:
+        """Those of the step, as a set in order; who has its last token under way is in no step any more."""
+        going = (sequence for sequence in self._running if sequence.sampled < sequence.output)
+        return {sequence.adapter: None for sequence in (*step.emits, *going) if sequence.adapter}
+
     def _put_back(self, step: Step, every: deque[Sequence], came: list[Sequence]) -> deque[Sequence]:
         """All that wait on, in their order; adapters of those that came are loaded into the slots used longest ago."""
-        for sequence in self._running:
-            if sequence.adapter:
-                step.loads += sequence.adapter not in self._slots
-                self._slots.pop(sequence.adapter, None)
-                self._slots[sequence.adapter] = None
+        for adapter in self._adapters(step):
+            step.loads += adapter not in self._slots
+            self._slots.pop(adapter, None)
+            self._slots[adapter] = None
         while len(self._slots) > self._settings.max_loras:
             del self._slots[next(iter(self._slots))]
         let_in = set(came)

@@ -33,7 +33,9 @@ from pathlib import Path
 import tiny_model
 import torch
 from vllm import SamplingParams
+from vllm.config import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -82,6 +84,8 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
     config.scheduler_config.async_scheduling = workload["asynchronous"]
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     config.cache_config.num_gpu_blocks = workload["blocks"]
+    if workload["max_loras"]:
+        config.lora_config = LoRAConfig(max_loras=workload["max_loras"])
     layer = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.bfloat16)
     scheduler_class = config.scheduler_config.get_scheduler_cls()
     assert scheduler_class is (AsyncScheduler if workload["asynchronous"] else Scheduler)
@@ -213,12 +217,15 @@ def run(workload: Workload, model: Path) -> list[Step]:
     leaving: list[tuple[int, str]] = []
     while True:
         while coming and (coming[0][1][2] <= len(executor.steps) or not has_work(core)):
-            index, (prompt, output, _, leaves, segments) = coming.popleft()
+            index, (prompt, output, _, leaves, segments, number) = coming.popleft()
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
             tokens = [token for key, length in segments for token in made_up(key, length)]
             tokens += made_up(-2 - index, prompt + output - len(tokens))
             replies[str(index)] = tokens[prompt:]
-            scheduler.add_request(Request(str(index), tokens[:prompt], sampling, None, block_hasher=hasher))
+            adapter = LoRARequest(f"adapter-{number}", number, "nowhere") if number else None
+            scheduler.add_request(
+                Request(str(index), tokens[:prompt], sampling, None, lora_request=adapter, block_hasher=hasher)
+            )
             if leaves is not None:
                 leaving.append((leaves, str(index)))
         gone = [index for leaves, index in leaving if leaves <= len(executor.steps)]

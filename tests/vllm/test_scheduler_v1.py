@@ -32,7 +32,7 @@ def workload(
 ) -> Workload:
     return Workload(
         name="", asynchronous=False, caching=False, blocks=blocks, max_running=max_running,
-        budget_tokens=budget_tokens, most_tokens=most_tokens, requests=requests,
+        budget_tokens=budget_tokens, most_tokens=most_tokens, max_loras=0, requests=requests,
     )  # fmt: skip
 
 
@@ -67,6 +67,13 @@ def drawn(seed: int) -> Workload:
 def capped(of: Workload) -> Workload:
     """The same where one prompt takes at most 37 tokens of a step that has others."""
     return {**of, "most_tokens": 37}
+
+
+def adapted(of: Workload, seed: int) -> Workload:
+    """The same for up to six adapters, of which one to three may run together, and for the model itself."""
+    draw = random.Random(2000 + seed)
+    requests = [request._replace(adapter=draw.choice([0, 1, 1, 2, 3, 4, 5, 6])) for request in of["requests"]]
+    return {**of, "requests": requests, "max_loras": draw.choice([1, 2, 3])}
 
 
 def scarce(draw: random.Random, requests: list[Request]) -> int:
@@ -132,6 +139,7 @@ SHAPES = {
     "mixed, KV for 20": [mixed(20 * 72 + 1)],
     "20 drawn ones": [drawn(seed) for seed in range(20)],
     "20 drawn ones, prompts capped": [capped(drawn(seed)) for seed in range(20)],
+    "30 drawn ones, adapters": [adapted(drawn(seed), seed) for seed in range(30)],
 }
 # these with prefix caching
 CACHED_SHAPES = {
@@ -142,6 +150,7 @@ CACHED_SHAPES = {
     "sessions, ample KV": [sessions(180 * 100)],
     "sessions, KV for 4": [sessions(4 * 90 + 1)],
     "60 drawn ones that share": [sharing(seed) for seed in range(60)],
+    "30 drawn ones that share, adapters": [adapted(sharing(seed), seed) for seed in range(30)],
     "20 drawn ones that share, prompts capped": [capped(sharing(seed)) for seed in range(20)],
 }
 KV_OF_SESSIONS = ("ample KV", "KV for 4")
@@ -184,6 +193,7 @@ def ours(workload: Workload) -> list[StepFacts]:
             budget_tokens=workload["budget_tokens"],
             async_scheduling=workload["asynchronous"],
             long_prefill_token_threshold=workload["most_tokens"],
+            max_loras=workload["max_loras"],
         ),
     )
     taken_over: dict[int, int] = {}  # tokens, by requests that have been let in
@@ -199,8 +209,8 @@ def ours(workload: Workload) -> list[StepFacts]:
     while coming or present or under_way:
         while len(under_way) < scheduler.depth:
             while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
-                index, (prompt, output, _, leaves, segments) = coming.popleft()
-                present[index] = Sequence(index, prompt, output, segments)
+                index, (prompt, output, _, leaves, segments, adapter) = coming.popleft()
+                present[index] = Sequence(index, prompt, output, segments, str(adapter or ""))
                 scheduler.admit(present[index])
                 scheduler.add(present[index])
                 if leaves is not None:

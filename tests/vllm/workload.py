@@ -7,18 +7,19 @@ from typing import NamedTuple, TypedDict
 
 class Request(NamedTuple):
     """`comes`, `leaves`: steps that are scheduled before it comes, before it is aborted. `segments`: as of
-    servers.schedulers.Sequence."""
+    servers.schedulers.Sequence. `adapter`: its number; 0: none."""
 
     prompt: int
     output: int
     comes: int = 0
     leaves: int | None = None
     segments: tuple[tuple[int, int], ...] = ()
+    adapter: int = 0
 
 
 class Workload(TypedDict):
     """`requests` are those above, as lists once they have been JSON. `most_tokens`: of a prompt in a step, vLLM's
-    long_prefill_token_threshold."""
+    long_prefill_token_threshold. `max_loras`: adapters that may run together; 0: there are none."""
 
     name: str
     asynchronous: bool
@@ -27,4 +28,5 @@ class Workload(TypedDict):
     budget_tokens: int
     most_tokens: int
     caching: bool
+    max_loras: int
     requests: list[Request]

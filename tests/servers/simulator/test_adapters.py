@@ -56,10 +56,10 @@ def test_no_more_adapters_run_together_than_there_are_slots_and_all_requests_end
         assert steps < 2000
         step = scheduler.schedule()
         if step is not None:
-            running = {each.adapter for each in scheduler._running} - {""}
-            assert len(running) <= slots and step.loads >= len(running - in_slots)
+            of_it = {each.adapter for each in step.emits} - {""}
+            assert len(of_it) <= slots and step.loads >= len(of_it - in_slots)
             in_slots = set(scheduler._slots)
-            assert len(in_slots) <= slots
+            assert of_it <= in_slots and len(in_slots) <= slots
             under_way.append(step)
         if step is None or len(under_way) == scheduler.depth:
             scheduler.finish(under_way.pop(0))
