@@ -79,7 +79,7 @@ def write(document: Document, directory: Path) -> None:
 def draw(charts: Sequence[Chart], title: str, paths: Sequence[Path], origin: str = "", stamp: str = "") -> None:
     """Draws the charts that hold something as one figure into every path, whose suffix says how. origin, stamp: as a
     document has them. Raises OSError."""
-    charts = [chart for chart in charts if any(_known(series.y) for series in chart.series)] or charts
+    charts = [chart for chart in charts if any(_known(each.y) or each.labels for each in chart.series)] or charts
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         columns = _columns(charts)
         rows = -(-len(charts) // columns)
