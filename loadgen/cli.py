@@ -166,28 +166,23 @@ def _report(directory: Path, convention: ConventionName) -> int:
     from loadgen.report import repeats, sweeps
     from loadgen.search.results import FILE as SEARCHED
 
-    if (directory / BREAKDOWN).exists():
+    kinds = {BREAKDOWN: "a breakdown", sweeps.FILE: "a sweep", SEARCHED: "a search"}
+    file = next((name for name in kinds if (directory / name).exists()), None)
+    if file is None and not repeats.is_repeated(directory):
+        return report_one(directory, convention)
+    if convention != "loadgen":
+        kind = "several runs" if file is None else kinds[file]
+        raise ConfigError(f"{kind} cannot be shown by another --convention than our own definitions; leave it out.")
+    if file == BREAKDOWN:
         from loadgen.breakdown import measure
 
-        if convention != "loadgen":
-            raise ConfigError("a breakdown has no latencies that another --convention would define; leave it out.")
         return show_breakdown(directory, measure.again(directory))
-    if (directory / sweeps.FILE).exists():
-        if convention != "loadgen":
-            raise ConfigError("a sweep is summed up by our own definitions alone; leave --convention out.")
-        return report_sweep(directory)
-    if (directory / SEARCHED).exists():
+    if file == SEARCHED:
         from loadgen.search import command, results
 
-        if convention != "loadgen":
-            raise ConfigError("a search is answered by our own definitions alone; leave --convention out.")
         command.show(directory, results.read(directory))
         return exit_codes.OK
-    if repeats.is_repeated(directory):
-        if convention != "loadgen":
-            raise ConfigError("several runs are summed up by our own definitions alone; leave --convention out.")
-        return report_repeats(directory)
-    return report_one(directory, convention)
+    return report_repeats(directory) if file is None else report_sweep(directory)
 
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
