@@ -21,7 +21,7 @@ import backends
 from backends import exit_codes
 from backends.foreign_files import read_named
 from backends.untrusted import escaped, without_secrets
-from loadgen import child_env, guesses, rundir, terminal
+from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
 from loadgen.search.points import SweepOptions
@@ -52,6 +52,8 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     Without --url, --backend or --model it starts the embedded server, and every output says `emulated`.
     `--config FILE.toml` gives any of these options as keys, with underscores.
     """
+    from loadgen import child_env
+
     child_env.load_numpy()
     from loadgen.event_loop import Stop
     from loadgen.run import Run, dry_run, run_to_end

@@ -3,6 +3,7 @@ its output is no longer read; what may be drawn there, and how wide."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -199,6 +200,7 @@ def main(program: str, invoke: Callable[[Sequence[str]], int]) -> NoReturn:
         _discard(sys.stdout)
         say_error(program, f"standard output cannot be written: {error.strerror or error}.")
         code = exit_codes.BAD_OPTIONS
+    gc.freeze()  # nobody looks for cycles in what ends with the process
     sys.exit(code)
 
 
