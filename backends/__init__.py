@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from typing import TYPE_CHECKING
 
 from backends.exit_codes import UserError
 from backends.protocol import Backend
 from backends.untrusted import nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
 
 __all__ = ["Backend", "UnknownBackend", "available", "get", "installed"]
 
@@ -21,6 +24,8 @@ class UnknownBackend(UserError, LookupError):
 @functools.cache
 def installed(group: str) -> EntryPoints:
     """The entry points of a group: read once, since that opens a file of every package."""
+    from importlib.metadata import entry_points  # which takes 10 ms to load
+
     return entry_points(group=group)
 
 

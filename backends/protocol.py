@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-from backends.launch import Adapter
 from backends.plain_tokens import PlainTokens
+
+if TYPE_CHECKING:  # the sidecar of a run starts no server
+    from backends.launch import Adapter
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # what does not fit a column is no count
 

@@ -95,7 +95,9 @@ def core_busy(core: int) -> tuple[int, int]:
 
 
 def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], timeout_s: float) -> Watched:
-    """Runs `command` pinned to one core until it ends, its output in `log`. Killed with its tree after `timeout_s`."""
+    """Runs `command` pinned to one core until it ends, its output in `log`. Killed with its tree after `timeout_s`. It
+    may keep its bytecode: without, a Python program compiles all that it imports at every start."""
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("wb") as output:
         started_ns = time.monotonic_ns()
         process = subprocess.Popen(
@@ -103,7 +105,7 @@ def watch(command: Sequence[str], core: int, log: Path, env: Mapping[str, str], 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**ours, **env},
             start_new_session=True,
         )
     tree = Tree(process.pid)

@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -173,6 +172,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def package_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("llm-dissect")
     except PackageNotFoundError:  # run from a checkout that is on the path and not installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import client_overhead  # noqa: E402
+import report  # noqa: E402
 import watch  # noqa: E402
 from clients import Reported, Shape  # noqa: E402
 
@@ -120,3 +122,22 @@ def test_quick_benchmark_measures_us_and_the_floor(tmp_path: Path) -> None:
     assert len(rows) == 4 and not any("not measured" in row for row in rows), rows
     raw = json.loads(out.with_suffix(".json").read_text())
     assert set(raw["rounds"]["quick"][0]) == {"floor", "loadgen"} and raw["rounds"]["quick"][0]["floor"]["cpu_us"] > 0
+
+
+def test_the_readme_gets_the_clients_of_others_and_ours(tmp_path: Path) -> None:
+    """And keeps all that stands around its table."""
+    names = [field.name for field in dataclasses.fields(report.Row)]
+    row = report.Row(**dict.fromkeys(names, 2.0))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n\n| client | CPU a token, us | old |\n|---|---:|---:|\n| x | 1 | 2 |\n\nafter\n")
+    rounds = [{"floor": row, "loadgen": row, "loadgen-kernel": row, "aiperf": "not | installed"}]
+    report.write_readme(readme, rounds)
+    text = readme.read_text()
+    assert text.startswith("before\n\n| client | CPU a token, us |") and text.endswith("|\n\nafter\n")
+    assert "| **loadgen** | 2.0 | 2.0 | 2.0 | 1.00 | 2.0 |" in text and "kernel" not in text and "| x |" not in text
+    assert "not measured: not / installed" in text
+    report.write_readme(readme, rounds)
+    assert readme.read_text() == text
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="has no table of clients"):
+        report.write_readme(readme, rounds)
