@@ -48,7 +48,7 @@ FAR = {"request_us": 10.0, "prefill_token_us": 10.0, "step_us": 10.0, "token_us"
 # Of one request at rest, which runs under load tell too little of: as in the profile that ships for that server
 AT_REST = (
     "launch_us", "launch_row_us", "launch_layer_us", "launch_spread", "graph_tokens",
-    "prompt_token_us", "first_token_us", "handover_us", "output_us",
+    "prompt_token_us", "first_token_us", "handover_us", "output_us", "behind_us",
 )  # fmt: skip
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
 EAGER = "launch_eager_layer_us"

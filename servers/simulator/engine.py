@@ -38,7 +38,8 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
     """request_us: to take in a request; prompt_token_us: and each token of its prompt; handover_us: and then to hand it
     over to the scheduler's process. output_us: to take a token of a step in; token_us: to hand it out; first_token_us:
     before the first of a reply, for each token of its prompt. latency_us: between processes, each way. round_requests:
-    that one round of its loop takes in at most, before it hands them over."""
+    that one round of its loop takes in at most, before it hands them over. behind_us: and more for each token of a step
+    that ends before those of the step before it are out."""
 
     request_us: float = 0.0
     token_us: float = 0.0
@@ -48,6 +49,7 @@ class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
     first_token_us: float = 0.0
     handover_us: float = 0.0
     round_requests: int = 4096
+    behind_us: float = 0.0
 
 
 class Engine:
@@ -73,6 +75,7 @@ class Engine:
         self._request_s = front.request_us * 1e-6
         self._handover_s = front.handover_us * 1e-6
         self._prompt_token_s = front.prompt_token_us * 1e-6
+        self._slows = front.behind_us > 0
         self._pace = functools.cache(functools.partial(_pace, front))
         self._first_token_s = front.first_token_us * 1e-6
         self._latency_s = front.latency_us * 1e-6
@@ -158,6 +161,7 @@ class Engine:
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
         comes = arriving[0][0] if arriving else math.inf
         emits: list[Sequence] = []
+        slows, behind = self._slows, False
         most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
         while True:
             end_s, ended = under_way[0]
@@ -180,9 +184,9 @@ class Engine:
                     over += 1
                 else:
                     scheduler.finish(ended)
-                if ended.emits is not emits:
-                    emits = ended.emits
-                    in_s, gap_s = self._pace(len(emits))
+                if ended.emits is not emits or (slows and (front_s > now_s) is not behind):
+                    emits, behind = ended.emits, slows and front_s > now_s
+                    in_s, gap_s = self._pace(len(emits), behind)
                     out_s, put = len(emits) * gap_s, deliver(emits, gap_s)
                 begin_s = front_s if front_s > now_s else now_s
                 first_s = begin_s + in_s
@@ -264,8 +268,9 @@ class Engine:
         self.turning = turning
         count = len(emits)
         now_s, front_s = self.now_s, self._front_s
-        begin_s = front_s if front_s > now_s else now_s
-        in_s, gap_s = self._pace(count)
+        behind = front_s > now_s
+        begin_s = front_s if behind else now_s
+        in_s, gap_s = self._pace(count, behind)
         first_s = begin_s + in_s
         if step.prefill_rows:
             first_s += self._first_token_s * begun
@@ -275,9 +280,10 @@ class Engine:
         self._deliver(emits, first_s + gap_s + self._latency_s, gap_s)
 
 
-def _pace(front: FrontEnd, count: int) -> tuple[float, float]:
-    """Seconds before the first of a step's `count` tokens is worked on alone, and from each to the next."""
-    output_s, gap_s = front.output_us * 1e-6, front.token_us * 1e-6
+def _pace(front: FrontEnd, count: int, behind: bool) -> tuple[float, float]:
+    """Seconds before the first of a step's `count` tokens is worked on alone, and from each to the next. behind: it
+    still handed out others when the step ended."""
+    output_s, gap_s = front.output_us * 1e-6, (front.token_us + front.behind_us * behind) * 1e-6
     if count > CHUNK:
         gap_s += output_s * (count - CHUNK) / count
     return output_s * min(count, CHUNK), gap_s

@@ -18,6 +18,7 @@ TICK_S = 2**-10  # seconds that are exact as floats: what comes on one, comes wi
 FRONTS = (
     FrontEnd(),
     FrontEnd(request_us=505, token_us=36, output_us=14, latency_us=1290, prompt_token_us=0.45, handover_us=190),
+    FrontEnd(request_us=505, token_us=300, output_us=140, latency_us=1290, handover_us=190, behind_us=400),
     FrontEnd(request_us=TICK_S * 1e6, token_us=TICK_S * 1e6, latency_us=TICK_S * 1e6),
 )
 DECODES = 1000  # tokens that a reply has at the most

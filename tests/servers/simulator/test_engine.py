@@ -106,6 +106,17 @@ def test_tokens_queue_behind_those_of_the_step_before() -> None:
     assert max(times[0][-1], times[1][-1]) == pytest.approx(5 + 8 * 6)
 
 
+def test_a_token_costs_more_while_the_front_end_is_behind() -> None:
+    """Two requests, steps of 5 ms. It hands out a token alone in 4 ms, and is done with that when the next step ends; of
+    two together it needs 8, so it is still at them when the step after ends, whose tokens take 6 ms each."""
+    front = FrontEnd(token_us=4000, behind_us=2000)
+    times = played((5, 5), (0, 0), [(0, 100, 4), (0, 100, 4)], front)
+    assert times[0][:3] == pytest.approx([5 + 4, 10 + 4, 15 + 4])
+    assert times[1][:2] == pytest.approx([15 + 2 * 4, 23 + 2 * 6])
+    never = played((10, 10), (0, 0), [(0, 100, 4), (0, 100, 4)], front)
+    assert never == played((10, 10), (0, 0), [(0, 100, 4), (0, 100, 4)], FrontEnd(token_us=4000))
+
+
 def test_a_request_waits_while_tokens_are_handed_out() -> None:
     """It comes at 11 ms, while the front end hands out the step's token from 10 to 14, and is taken in after that."""
     front = FrontEnd(request_us=1000, token_us=4000)
