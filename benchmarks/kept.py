@@ -34,6 +34,7 @@ TIMES = ("scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_
 OPTIONAL = ("retried", "shared_tokens", "session", "turn")  # fields that a record may lack, and that are never null
 GAPS = "itl_us"
 BEGIN = '{"name":"'  # of each line
+MEASURED = "frozen/measured/"
 XZ = 9 | lzma.PRESET_EXTREME
 MISUSED, FAILED = 2, 3
 
@@ -250,6 +251,40 @@ def predictions(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, st
             yield name, commit, commits[measured]
 
 
+def packed_runs(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str, float]]:
+    """Of measured runs that were packed and never committed as they were: name, the commit that had the prediction
+    first, that of the run as it was packed, and when the run began by its own clock. Raises KeptError where what is
+    packed is not what was."""
+    commits = {path: commit for path, _, commit in rows}
+    predicted = {
+        rest.partition("/")[0]: commit
+        for path, commit in commits.items()
+        for before, found, rest in [path.partition("/frozen/predicted/")]
+        if found and f"{before}/frozen/measured/{rest}" not in commits and rest.partition("/")[2].startswith(RECORDS)
+    }
+    for path in packed_files(ROOT / "results"):
+        runs = {one["name"]: one for one in read(path, MEASURED) if one["name"].removeprefix(MEASURED) in predicted}
+        place = path.relative_to(ROOT)
+        for commit in git("log", "--reverse", "--format=%H", "--", str(place)).decode().split() if runs else ():
+            for line in lzma.decompress(git("show", f"{commit}:{place}")).decode().splitlines():
+                then = json.loads(line) if line.startswith(BEGIN + MEASURED) else {"name": ""}
+                if (now := runs.pop(then["name"], None)) is None:
+                    continue
+                if now != then:
+                    raise KeptError(f"{then['name']} in {place} is not as it was packed in {commit}.")
+                name = then["name"].removeprefix(MEASURED)
+                yield name, predicted[name], commit, then["files"]["manifest.json"]["started_unix_s"]
+
+
+def check_order(name: str, predicted: str, measured: str, began_s: float) -> None:
+    """Raises KeptError where the history does not have the prediction before the run."""
+    if not git("merge-base", predicted, measured).decode().startswith(predicted):
+        raise KeptError(f"The prediction of {name} was not committed before the run.")
+    if int(git("show", "--no-patch", "--format=%ct", predicted)) >= began_s:
+        began = datetime.fromtimestamp(began_s, UTC)
+        raise KeptError(f"{name} began at {began:%Y-%m-%d %H:%M:%S}, before {predicted} had its prediction.")
+
+
 def check() -> None:
     """Prints what the history of git proves. Raises KeptError for the first thing that it contradicts."""
     if git("rev-parse", "--is-shallow-repository").strip() == b"true":
@@ -269,13 +304,17 @@ def check() -> None:
         if predicted == measured:
             together.append(name)
             continue
-        if not git("merge-base", predicted, measured).decode().startswith(predicted):
-            raise KeptError(f"The prediction of {name} was not committed before the run.")
-        if int(git("show", "--no-patch", "--format=%ct", predicted)) >= began_s[name]:
-            began = datetime.fromtimestamp(began_s[name], UTC)
-            raise KeptError(f"{name} began at {began:%Y-%m-%d %H:%M:%S}, before {predicted} had its prediction.")
+        check_order(name, predicted, measured, began_s[name])
         before += 1
     print(f"{before} predictions were committed before their runs began.")
+    packed = list(packed_runs(rows))
+    for run_facts in packed:
+        check_order(*run_facts)
+    if packed:
+        print(
+            f"{len(packed)} more were, by the runs' own clocks: the history has these runs as they were packed, and no "
+            "originals of them."
+        )
     if together:
         print(f"Of {len(together)} the history has prediction and run in one commit: {', '.join(together)}.")
 

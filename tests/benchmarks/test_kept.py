@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import subprocess
 from pathlib import Path
 
@@ -151,6 +152,41 @@ def test_a_prediction_must_be_committed_before_its_run_begins(
     shown = capsys.readouterr()
     assert "4 originals are in the history as they were packed." in shown.out.splitlines()
     assert said in (shown.err if code else shown.out)
+
+
+def a_packed_run(history: History, began_s: float, at_s: int, more: str = "") -> None:
+    """Of the prediction's name, in results/ alone."""
+    line = {"name": "frozen/measured/burst", "files": {"manifest.json": {"started_unix_s": began_s, "more": more}}}
+    path = history.place / "results" / "runs.jsonl.xz"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(lzma.compress((json.dumps(line, separators=(",", ":")) + "\n").encode()))
+    history.git("add", "--all")
+    history.git("commit", "--quiet", "--message", "packed", at_s=at_s)
+
+
+@pytest.mark.parametrize(
+    ("began_s", "first", "code", "said"),
+    [
+        (1_700_000_500.0, "predicted", 0, "1 more were, by the runs' own clocks"),
+        (1_700_000_050.0, "predicted", 3, "burst began at 2023-11-14 22:14:10, before "),
+        (1_700_000_500.0, "packed", 3, "The prediction of burst was not committed before the run."),
+    ],
+)
+def test_a_run_that_was_packed_at_once_is_proven_by_the_pack(
+    began_s: float, first: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    history = History(tmp_path)
+    if first == "packed":
+        a_packed_run(history, began_s, 1_700_000_000)
+    history.commit("predicted", began_s, 1_700_000_100)
+    if first == "predicted":
+        a_packed_run(history, began_s, 1_700_001_000)
+    assert history.told(monkeypatch) == code
+    shown = capsys.readouterr()
+    assert said in (shown.err if code else shown.out)
+    a_packed_run(history, began_s, 1_700_002_000, "another")
+    assert history.told(monkeypatch) == 3 and "is not as it was packed in" in capsys.readouterr().err
 
 
 def test_originals_that_are_others_or_in_no_commit_are_named(

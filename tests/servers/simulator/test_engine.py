@@ -107,8 +107,8 @@ def test_tokens_queue_behind_those_of_the_step_before() -> None:
 
 
 def test_a_token_costs_more_while_the_front_end_is_behind() -> None:
-    """Two requests, steps of 5 ms. It hands out a token alone in 4 ms, and is done with that when the next step ends; of
-    two together it needs 8, so it is still at them when the step after ends, whose tokens take 6 ms each."""
+    """Two requests, steps of 5 ms. It hands out a token alone in 4 ms, and is done with that when the next step ends.
+    Two together take 8, so it is still at them when the step after ends, whose tokens take 6 ms each."""
     front = FrontEnd(token_us=4000, behind_us=2000)
     times = played((5, 5), (0, 0), [(0, 100, 4), (0, 100, 4)], front)
     assert times[0][:3] == pytest.approx([5 + 4, 10 + 4, 15 + 4])
