@@ -160,8 +160,7 @@ class Engine:
         step_s, latency_s = self._step_s, self._latency_s
         now_s, cpu_s, gpu_s, front_s, taken_s = self.now_s, self._cpu_s, self._gpu_s, self._front_s, self._taken_in_s
         comes = arriving[0][0] if arriving else math.inf
-        emits: list[Sequence] = []
-        slows, behind = self._slows, False
+        (emits, behind), slows = (list[Sequence](), False), self._slows
         most = launched = over = 0  # steps like the last: that may be launched, that were, and that are over
         while True:
             end_s, ended = under_way[0]
