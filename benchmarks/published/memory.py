@@ -28,8 +28,8 @@ YES = "yes"  # in the column `compile`
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
     """One printed number. engine, method: of the closest cell, empty where none is close. counts: what of the allocator
-    is meant. options: of the cell, as the file has them. same: how well the cell expresses it; differs: what is
-    otherwise, or why there is no cell, a clause."""
+    is meant, or the whole process. options: of the cell, as the file has them. same: how well the cell expresses it;
+    differs: what is otherwise, or why there is no cell, a clause."""
 
     source: str
     row: str
@@ -45,7 +45,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     options: str
     published: float
     unit: Literal["GB", "GiB"]
-    counts: Literal["allocated", "reserved", "unknown"]
+    counts: Literal["allocated", "reserved", "process", "unknown"]
     same: Literal["exact", "close", "no"]
     differs: str
 
@@ -58,10 +58,14 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         if not self.method:
             return None
         return cell(
-            self.method, model=self.model, task=self.task, engine=self.engine, gpus=self.gpus, seq_len=self.seq_len,
+            self.method, model=self._model(), task=self.task, engine=self.engine, gpus=self.gpus, seq_len=self.seq_len,
             micro_batch=self.micro_batch, grad_accum=self.grad_accum, compile=self.compile == YES, device=device,
             **self._options(),
         )  # fmt: skip
+
+    def _model(self) -> str:
+        """By name, or where `data/models` has its config.json."""
+        return str(DATA / self.model) if self.model.startswith("models/") else self.model
 
     def _options(self) -> dict[str, Any]:
         """By the names of the cell's fields, and of their types."""
@@ -138,7 +142,8 @@ def _beside(row: Published, known: Mapping[str, Described], of_cell: Mapping[str
     prediction = None if cell is None else prediction_of(cell, known[cell.model])
     predicted = measured = None
     if isinstance(prediction, Prediction):
-        predicted = (prediction.reserved_bytes if row.counts == "reserved" else prediction.peak_bytes) / GIB
+        of_counts = {"reserved": prediction.reserved_bytes, "process": prediction.process_bytes}
+        predicted = of_counts.get(row.counts, prediction.peak_bytes) / GIB
     if cell is not None and (result := of_cell.get(cell.name)) is not None:
         measured = result.peak_reserved_gb if row.counts == "reserved" else result.peak_memory_gb
     published = row.bytes / GIB

@@ -28,7 +28,7 @@ def lines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, o
 
 def test_each_row_has_a_cell_or_says_why_it_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     rows = lines(capsys)
-    assert len(rows) == len(published.rows()) == 32
+    assert len(rows) == len(published.rows()) == 52
     for row in rows:
         assert row["differs"]
         assert (row["same"] == "no") == (row["cell"] is None) == (row["predicted_gib"] is None)
@@ -90,8 +90,8 @@ def test_a_sweep_of_the_preset_stands_beside(tmp_path: Path, capsys: pytest.Capt
 def test_the_table_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--memory"])
     summary, _, _, *table = capsys.readouterr().out.splitlines()
-    assert summary.startswith("PREDICTED, nothing was run. 32 published numbers, 4 of them of methods that no cell has")
-    assert len(table) == 32
+    assert summary.startswith("PREDICTED, nothing was run. 52 published numbers, 7 of them of methods that no cell has")
+    assert len(table) == 52
 
 
 def test_a_sweep_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
