@@ -15,7 +15,7 @@ from training_probe.results import GIB
 
 # Of every row that has a cell. LitGPT's own model keeps more; its NF4 rows have a test of their own.
 WITHIN = {"litgpt": 0.13, "torchtitan": 0.04}
-LORAS = {"torchtune": 0.10}  # of rows that train adapters
+LORAS = {"torchtune": 0.10, "LLaMA-Factory": 0.08, "Qwen": 0.13, "fsdp_qlora": 0.11}  # of rows that train adapters
 
 
 def lines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, object]]:
