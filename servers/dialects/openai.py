@@ -141,12 +141,12 @@ class OpenAI:
         more = {"root": settings.model, "parent": None, "max_model_len": settings.max_model_len, "permission": ()}
         return wire.models_page(settings, self._started_s, "vllm", **more)
 
-    def _served(self, body: Body) -> str:
+    def _served(self, asked: str | None) -> str:
         """The model, or its adapter, that a request names."""
-        return body.model or self._settings.model
+        return asked or self._settings.model
 
-    def _adapter(self, body: Body) -> str:
-        return "" if self._served(body) == self._settings.model else self._served(body)
+    def _adapter(self, asked: str | None) -> str:
+        return "" if self._served(asked) == self._settings.model else self._served(asked)
 
     def _completion(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         try:
@@ -165,8 +165,8 @@ class OpenAI:
             prompt = prompts[index // n_choices]
             n_prompt = wire.count_tokens(prompt)
             n_output = self._admitted(body, n_prompt, max_tokens)
-            reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._served(body), request_id)
-            reply.adapter = self._adapter(body)
+            reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._served(body.model), request_id)
+            reply.adapter = self._adapter(body.model)
             reply.is_choice(index, shared, index % n_choices == 0)
             reply.tells_times = self._settings.per_request_metrics
             reply.logprobs = self._n_logprobs(body.logprobs, "logprobs")
@@ -199,8 +199,8 @@ class OpenAI:
         text = " ".join(texts)
         replies = []
         for index in range(n_choices):
-            reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._served(body), request_id)
-            reply.adapter = self._adapter(body)
+            reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._served(body.model), request_id)
+            reply.adapter = self._adapter(body.model)
             reply.is_choice(index, shared, index == 0)
             reply.tells_times = self._settings.per_request_metrics
             if body.logprobs:
@@ -218,7 +218,8 @@ class OpenAI:
         left = self._settings.max_model_len - n_prompt
         asked = Body(model=body.model)
         n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
-        reply = ResponseWire(body, n_prompt, n_output, self._settings.model, request_id)
+        reply = ResponseWire(body, n_prompt, n_output, self._served(body.model), request_id)
+        reply.adapter = self._adapter(body.model)
         reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
         return [reply]
 
@@ -228,7 +229,8 @@ class OpenAI:
         left = self._settings.max_model_len - n_prompt
         n_output = self._admitted(Body(model=body.model), n_prompt, left if asked is None else asked)
         failure = wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500]))
-        reply = TokensWire(body, n_output, self._settings.model, request_id, failure)
+        reply = TokensWire(body, n_output, self._served(body.model), request_id, failure)
+        reply.adapter = self._adapter(body.model)
         reply.segments = wire.segments(self._settings, body.token_ids, BLOCK_TOKENS)
         return [reply]
 

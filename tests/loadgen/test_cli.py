@@ -403,7 +403,7 @@ def test_help_of_run_shows_every_option(capsys: pytest.CaptureFixture[str]) -> N
 
 
 REFUSED_BY = {
-    "predict": {"url", *CLIENT_ONLY, *names(LaunchOptions), "dry_run"},
+    "predict": {"url", *CLIENT_ONLY, *names(LaunchOptions), "dry_run"} - {"dummy_weights"},
     "breakdown": {"url", "arrival", "duration", "requests", "dataset", "stream", "workers", "metrics_port"},
     "compose": {"url", "launch", *names(ModelledOptions)},
     "doctor": set(),
