@@ -1,16 +1,18 @@
 """`loadgen calibrate`: from real runs to a hardware profile, by fitting only what those runs can tell.
 
-Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted (each step, each row, each
-prompt token; launching a layer's kernels one by one; taking a request in, handing a token out, the way between
-processes). At TP > 1 reductions are fitted, on top of a profile whose software times are known. The search begins at
-the profile that ships for the server, or at --base. A parameter whose 95 % interval spans more than a factor of
-`SPAN_MAX` is not identified: it keeps the value of that profile, and the command prints so.
+Operators are pinned: they were measured alone. At TP 1 the software's own times are fitted: the pace of the host's
+CPU, which launches steps and hands tokens out; taking a request and its prompt in; the way between processes. Of a
+server whose launches are not modelled it is each step, each row and each token handed out instead of that pace. At TP
+> 1 reductions are fitted, on top of a profile whose software times are known. The search begins at the profile that
+ships for the server, or at --base. A parameter whose 95 % interval spans more than a factor of `SPAN_MAX` is not
+identified: it keeps the value of that profile, and the command prints so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,7 @@ from loadgen import terminal
 from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
 from loadgen.option_types import Whole, option
 from loadgen.rundir.emulation import HeldOut
+from servers.calibrate.live import before_and_after, series
 from servers.calibrate.runs import NotARunError, Observed, RunFacts, read
 from servers.simulator.build import Interval, Profile, profiles, read_profile
 from servers.simulator.engine import FrontEnd
@@ -51,7 +54,12 @@ AT_REST = (
     "prompt_token_us", "first_token_us", "handover_us", "output_us", "behind_us",
 )  # fmt: skip
 OTHER_ATTENTION = 1.5  # where the search for the time of kernels other than FlashAttention 3 begins
+DEFAULT = "vllm@v1"
 EAGER = "launch_eager_layer_us"
+# What the host's CPU does as much faster or slower as that, where launches are a part of the model; and what is then
+# held at what was measured: both are hard to tell from its pace, and explain one load at the cost of the next
+PACED = ("launch_us", "launch_row_us", "launch_layer_us", "token_us", "output_us")
+HELD = ("step_us", "row_us", "token_us")
 FRONT = frozenset(FrontEnd.__struct_fields__)
 FIT = Group("The fit", sort_key=1)
 FACTS = Group("The server, where the runs do not tell", sort_key=2)
@@ -116,7 +124,7 @@ def _beginning(scheduler: str) -> Profile:
 
 def _identifiable(single: Sequence[Observed], launched: bool, log: Callable[[str], None]) -> list[str]:
     """What runs at TP 1 can tell apart. launched: the time to launch a step is a part of the model."""
-    names = [name for name in TIMES if name != EAGER or launched]
+    names = [name for name in TIMES if name not in (HELD if launched else (EAGER,))]
     crowded = any(_in_flight(run) > 100 for run in single)
     sparse = any(_in_flight(run) < 40 for run in single)
     for shown, hidden, why in (
@@ -124,8 +132,8 @@ def _identifiable(single: Sequence[Observed], launched: bool, log: Callable[[str
         (sparse, ("step_us", "latency_us", EAGER), "all runs are crowded; add one with few requests at once"),
     ):
         if not shown:
+            log(f"not identified: {', '.join(name for name in hidden if name in names)} ({why}).")
             names = [name for name in names if name not in hidden]
-            log(f"not identified: {', '.join(hidden)} ({why}).")
     return names
 
 
@@ -139,6 +147,11 @@ def _values(profile: Profile) -> dict[str, float]:
 
 
 def with_values(profile: Profile, values: dict[str, float]) -> Profile:
+    """The pace of a host's CPU is one: what it launches and hands out is as much faster or slower as launches kernel by
+    kernel."""
+    before = _values(profile)
+    if EAGER in values and before[EAGER]:
+        values = {name: values[EAGER] / before[EAGER] * before[name] for name in PACED} | values
     front = {name: value for name, value in values.items() if name in FRONT}
     own = {name: value for name, value in values.items() if name not in FRONT}
     return msgspec.structs.replace(
@@ -346,12 +359,16 @@ class ServerFacts:
 
 
 def command(
-    observed: Annotated[
-        list[Path], Parameter(name="run", help="Run directories, or files of records (.jsonl, .jsonl.gz).")
-    ],
-    /,
-    *,
+    *observed: Annotated[Path, Parameter(name="run", help="Run directories, or files of records (.jsonl, .jsonl.gz).")],
     out: Annotated[Path, option(FIT, "The profile to write.")],
+    live: Annotated[
+        str | None,
+        option(
+            FIT,
+            "URL of a server of your own: a fixed series of two minutes is sent to it (one request at rest at three "
+            "lengths, a burst, a closed loop) and fitted to; its runs are kept beside --out.",
+        ),
+    ] = None,
     held_out: Annotated[
         tuple[Path, ...],
         option(FIT, "Runs to judge the fit by (default: each is left out once).", consume_multiple=1, negative=None),
@@ -368,13 +385,32 @@ def command(
     flags = (facts or ServerFacts()).as_flags()
     if out.exists():
         raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-    runs = runs_among(observed, flags)
+    if (live is None) == (not observed):
+        raise CalibrationError("name runs to fit to, or a server with --live URL, and not both.")
+    if live is not None:
+        runs, base_profile = _measured(live, out, flags), profiles()[flags.scheduler or DEFAULT]
+        if base is not None:
+            base_profile = read_profile(base, runs[0].setup.scheduler)
+    else:
+        runs = runs_among(observed, flags)
     aside = runs_among(held_out, flags)
     _check(runs, aside)
     profile = _fitted_and_judged(runs, aside, base)
+    if live is not None:
+        errors = [{one.run: one.e2el_w1 for one in each.held_out} for each in (judged(base_profile, runs), profile)]
+        profile = msgspec.structs.replace(profile, source=f"calibrated live at {live}, {datetime.now():%Y-%m-%d}")
+        print(before_and_after(*errors))
     write(profile, out)
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK
+
+
+def _measured(url: str, out: Path, flags: RunFacts) -> list[Observed]:
+    """The runs of the fixed series, kept beside the profile."""
+    if flags.gpu is None or flags.model is None:
+        raise CalibrationError("a server's address does not tell what it runs on; name --gpu and --model.")
+    backend = (flags.scheduler or DEFAULT).partition("@")[0]
+    return [read(run, flags) for run in series(url, backend, out.with_suffix(".runs"), terminal.note)]
 
 
 def runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:

@@ -481,7 +481,7 @@ def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profi
         kv_cache_tokens=kv_tokens,
         max_running=setup.max_running,
         memory_ratio=setup.memory_ratio,
-        profile=str(setup.profile) if setup.profile else f"built in ({profile.source})",
+        profile=" ".join(filter(None, [str(setup.profile or "built in"), profile.source and f"({profile.source})"])),
         gpu_source=gpu.source,
         gpu_error=gpu.error,
         profile_gpus=measured,

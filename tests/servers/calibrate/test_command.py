@@ -256,8 +256,9 @@ def made(path: Path, world: Any, load: list[tuple[float, int, int]]) -> observed
 
 @pytest.mark.processes
 def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
-    """A step takes three times as long as where the fit starts; judged by a load that it has not seen."""
-    times = {"step_us": 500.0, "row_us": 3.0, "prefill_token_us": 0.4, "request_us": 600.0, "token_us": 15.0}
+    """Its CPU launches, and hands out, half as slowly again as where the fit starts; judged by a load that it has not
+    seen. What is held stays as shipped."""
+    times = {"launch_eager_layer_us": 1080.0, "prefill_token_us": 0.4, "request_us": 600.0}
     world = known_world("vllm", {**times, "latency_us": 3000.0})
     burst = made(tmp_path / "h200_7b_burst.jsonl", world, [(0.0, 512, 32)] * 300)
     steady = made(tmp_path / "h200_7b_steady.jsonl", world, [(at / 8, 512, 64) for at in range(80)])
@@ -267,10 +268,11 @@ def test_a_fit_finds_a_known_world_again(tmp_path: Path) -> None:
     said: list[str] = []
     fitted = command.calibrate([burst, steady, short], None, said.append)
     error, before = (other.predict(profile).error(other) for profile in (fitted, profiles()["vllm@v1"]))
-    assert error.e2el_w1 < 0.015 and before.e2el_w1 > 0.06
-    assert set(fitted.intervals) <= {*times, "latency_us", "launch_eager_layer_us"}
+    assert error.e2el_w1 < 0.02 and before.e2el_w1 > 0.04
+    assert fitted.overheads.launch_eager_layer_us == pytest.approx(1080, rel=0.1)
+    assert set(fitted.intervals) <= {*times, "latency_us"}
     alone = command.calibrate([steady], None, said.append)
-    assert any(line.startswith("not identified: row_us") for line in said)
+    assert any(line.startswith("not identified: request_us") for line in said)
     assert alone.overheads.row_us == profiles()["vllm@v1"].overheads.row_us  # what nothing tells stays as shipped
 
 
@@ -288,7 +290,7 @@ def test_on_several_gpus_a_fit_finds_how_long_launches_take(tmp_path: Path) -> N
     )
     assert fitted.overheads.launch_eager_layer_us == pytest.approx(1320, rel=0.05)
     error, before = (other.predict(profile).error(other) for profile in (fitted, shipped))
-    assert error.e2el_w1 < 0.01 and before.e2el_w1 > 0.06
+    assert error.e2el_w1 < 0.02 and before.e2el_w1 > 0.06
 
 
 def test_what_moves_nothing_of_its_own_is_not_told() -> None:

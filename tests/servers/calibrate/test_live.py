@@ -1,0 +1,58 @@
+"""The series that `loadgen calibrate --live` sends to a server, and what it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadgen import rundir
+from loadgen.rundir import records
+from servers.calibrate import live
+from servers.calibrate.command import EAGER, with_values
+from servers.simulator.build import profiles
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    command = [sys.executable, "-c", "from loadgen.cli import main; main()", "serve", "--port", "0", "--gpu", "h200"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_series_is_one_request_at_rest_a_burst_and_a_loop(url: str, tmp_path: Path) -> None:
+    """Here each is short; the three lengths at rest come in turn."""
+    short = {"rest": {"duration": 2.0}, "burst": {"requests": 30}, "loop": {"duration": 2.0, "concurrency": 8}}
+    loads = {name: {**load, **short[name]} for name, load in live.SERIES.items()}
+    runs = live.series(url, "vllm", tmp_path / "p.runs", lambda line: None, loads)
+    assert [run.name for run in runs] == ["rest", "burst", "loop"]
+    tables = {run.name: records.read(run)[0].measured() for run in runs}
+    assert set(Counter(tables["rest"].asked_prompt_tokens.tolist())) == {prompt for prompt, _ in live.AT_REST}
+    assert len(tables["burst"]) == 30 and rundir.read_manifest(runs[2]).arrival == "concurrency:8"
+    assert all(table.ok.all() for table in tables.values())
+
+
+def test_two_minutes_are_enough() -> None:
+    assert sum(load.get("duration", 0.0) for load in live.SERIES.values()) + live.BURST_S <= 120
+
+
+def test_the_pace_of_a_host_is_one() -> None:
+    """Half the time for a layer's launches is half of every launch, and of a token's way through the front end."""
+    profile = profiles()["vllm@v1"]
+    faster = with_values(profile, {EAGER: profile.overheads.launch_eager_layer_us / 2})
+    assert faster.overheads.launch_row_us == pytest.approx(profile.overheads.launch_row_us / 2)
+    assert faster.overheads.launch_us == pytest.approx(profile.overheads.launch_us / 2)
+    assert faster.front.token_us == pytest.approx(profile.front.token_us / 2)
+    assert faster.overheads.step_us == profile.overheads.step_us
