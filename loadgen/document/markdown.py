@@ -24,7 +24,7 @@ def render(document: Document) -> str:
     lines = [f"# {shown(document.title)}", ""]
     if document.origin:
         lines += [f"> **{shown(made_by(document.origin))}**", ""]
-    lines += [f"**{shown(document.verdict)}**", ""]
+    lines += [f"**{shown(document.verdict)}**" + (f", {shown(document.doubt)}" if document.doubt else ""), ""]
     for section in document.sections:
         blocks = [line for block in section.blocks for line in _block(block)]
         pictures = [line for name in section.figures[:1] if section.charts for line in _picture(section.title, name)]

@@ -86,6 +86,11 @@ def _held_out(report: Report) -> Sequence[HeldOut]:
     return of_load(emulation.held_out, _kind_of_load(report)) if emulation.architecture else emulation.held_out
 
 
+def is_vouched_for(report: Report) -> bool:
+    """Whether errors of its kind are known, where it is a prediction at the hardware's own speed."""
+    return report.emulation is None or report.emulation.speed != 1 or bool(_held_out(report))
+
+
 def of_load(held_out: Iterable[HeldOut], load: str) -> tuple[HeldOut, ...]:
     """Those of such a load, as of `kind_of_load`."""
     return tuple(run for run in held_out if run.load == load)

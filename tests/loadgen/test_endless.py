@@ -134,6 +134,6 @@ def test_a_report_without_memory_for_its_figures(
 
     monkeypatch.setattr(figure, "draw", draw)
     directory = write_run(tmp_path / "run", [request()], manifest(requests_planned=1), facts())
-    assert cli.invoke(["report", str(directory)]) == 0
+    assert cli.invoke(["report", str(directory), "--figures"]) == 0
     assert "the figures are not drawn" in capsys.readouterr().err
     assert build.from_directory(directory)[0].verdict.valid and (directory / "report.html").exists()

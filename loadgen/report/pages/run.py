@@ -82,9 +82,12 @@ def tone(report: Report) -> Tone:
 
 
 def _doubt(report: Report) -> str:
-    """What a valid run's verdict adds."""
+    """What a valid run's verdict adds; of a prediction also that no errors of its kind are known."""
     warnings = sum(finding.severity == "warning" for finding in report.verdict.findings)
-    return f"{warnings} warning{'' if warnings == 1 else 's'}" if warnings and report.verdict.valid else ""
+    doubts = [f"{warnings} warning{'' if warnings == 1 else 's'}"] if warnings else []
+    if not text.is_vouched_for(report):
+        doubts.append("no real run of its kind to say how far off it is")
+    return ", ".join(doubts) if report.verdict.valid else ""
 
 
 def _tiles(report: Report) -> Iterator[Tile]:

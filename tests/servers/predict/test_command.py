@@ -191,6 +191,6 @@ def test_a_trace_is_drawn_as_it_is_sent(trace: Path, monkeypatch: pytest.MonkeyP
     assert not isinstance(sent, list)
     longest = predict.longest_request_tokens(load, shapes, sent)
     arrivals = list(sent)  # still all of them
-    assert [each[1:] for each in arrivals] == [shape[:3] for shape in whole]
+    assert [each[1:4] for each in arrivals] == [shape[:3] for shape in whole]
     assert [round(each.at_s * 1e9) for each in arrivals] == load.due_ns().tolist()
     assert longest == max(each.prompt + each.output for each in arrivals)
