@@ -8,6 +8,7 @@ import math
 import re
 import socket
 from collections.abc import Mapping
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
@@ -86,12 +87,14 @@ class _Page:
         self._headers = source.headers_for(url, HttpRequest("GET", url, b"", plain))
         self._tls = source.tls_context() if url.startswith("https:") else None
         self._connection: HTTPConnection | None = None
+        self._turn = 0  # which read it is; a thread of an earlier one is late, and nobody waits for it
 
     async def read(self) -> dict[str, float]:
         """The values now. Raises Unreadable, and nothing else whatever the server does."""
+        self._turn += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = await in_thread(self._body)
+                body = await in_thread(partial(self._body, self._turn))
         except TimeoutError:
             self.close()  # which ends the thread
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
@@ -100,10 +103,10 @@ class _Page:
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
         return self._series.pick(body.decode("utf-8", "replace"))
 
-    def _body(self) -> bytes:
+    def _body(self, turn: int) -> bytes:
         """The page, after one redirect on the same host, which is remembered. Raises Unreadable, and as http.client
         does."""
-        response = self._response()
+        response = self._response(turn)
         if response.status in REDIRECTS:
             url = self._source.followed(self._url, response.headers.get("location", ""))
             if url is None:
@@ -111,7 +114,7 @@ class _Page:
                 raise Unreadable(f"GET /metrics answers {response.status} and leads to another host")
             self.close()
             self._url = url
-            response = self._response()
+            response = self._response(turn)
         if response.status != 200:
             self.close()
             if response.status in (404, 405, 501):
@@ -123,23 +126,23 @@ class _Page:
             raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
         return body
 
-    def _response(self) -> HTTPResponse:
+    def _response(self, turn: int) -> HTTPResponse:
         path = urlsplit(self._url)._replace(scheme="", netloc="", fragment="").geturl() or "/"
         for kept in (True, False):  # a server may have closed the one that was kept
-            connection = self._connection if kept else self._connected()
+            connection = self._connection if kept else self._connected(turn)
             if connection is None:
                 continue
             try:
                 connection.request("GET", path, headers=self._headers)
                 return connection.getresponse()
             except (OSError, HTTPException):
-                is_late = self._connection is not connection  # nobody waits for this any more
+                is_late = turn != self._turn or self._connection is not connection
                 self.close()
                 if is_late or not kept:
                     raise
         raise AssertionError
 
-    def _connected(self) -> HTTPConnection:
+    def _connected(self, turn: int) -> HTTPConnection:
         parts = urlsplit(self._url)
         host, port = parts.hostname or "", parts.port
         connection = (
@@ -151,6 +154,9 @@ class _Page:
             connection.connect()
         except OSError as error:
             raise Unreadable(f"no connection for GET /metrics: {printable(reason(error), 200)}") from None
+        if turn != self._turn:
+            connection.close()
+            raise Unreadable("the next read of GET /metrics has begun")
         self._connection = connection
         return connection
 
