@@ -47,6 +47,7 @@ VLLM: Flags = {
     "--disable-access-log-for-endpoints": TEXT, "--uvicorn-log-level":
     ("critical", "error", "warning", "info", "debug", "trace"), "--stream-interval": WHOLE,
     "--max-num-queued-reqs": WHOLE, "--max-num-queued-tokens": WHOLE, "--api-server-count": WHOLE, "--seed": WHOLE,
+    "--enable-per-request-metrics": SWITCH, "--data-parallel-size": WHOLE,
     "--served-model-name": TEXT, "--trust-remote-code": SWITCH, "--api-key": TEXT, "--shutdown-timeout": WHOLE,
     "--optimization-level": TEXT, "--performance-mode": TEXT, "--download-dir": TEXT, "--revision": TEXT,
 }  # fmt: skip
