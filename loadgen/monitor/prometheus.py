@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import re
-import socket
 from collections.abc import Mapping
-from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from urllib.parse import urlsplit
 
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
-from loadgen.event_loop import in_thread
 from loadgen.monitor.messages import MetricsSource
-from loadgen.target import REDIRECTS, reason
+from loadgen.target import REDIRECTS
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -77,97 +71,60 @@ def _other_spelling(name: str) -> str:
 
 
 class _Page:
-    """One `/metrics` over one connection that is kept, read in threads. TLS is verified as for the requests themselves,
-    and it goes to the server itself as they do, past the environment's proxies."""
+    """One `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
 
     def __init__(self, source: MetricsSource, url: str, timeout_s: float) -> None:
-        self._source, self._url, self._timeout_s = source, url, timeout_s
+        import httpx
+
+        self._source = source
+        self._url = url
         self._series = Series(source.series)
+        self._timeout_s = timeout_s
         plain = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
-        self._headers = source.headers_for(url, HttpRequest("GET", url, b"", plain))
-        self._tls = source.tls_context() if url.startswith("https:") else None
-        self._connection: HTTPConnection | None = None
-        self._turn = 0  # which read it is; a thread of an earlier one is late, and nobody waits for it
+        headers = source.headers_for(url, HttpRequest("GET", self._url, b"", plain))
+        # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=self._timeout_s, trust_env=False, verify=source.tls_context()
+        )
 
     async def read(self) -> dict[str, float]:
         """The values now. Raises Unreadable, and nothing else whatever the server does."""
-        self._turn += 1
+        import httpx
+
         try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await in_thread(partial(self._body, self._turn))
-        except TimeoutError:
-            self.close()  # which ends the thread
+            async with asyncio.timeout(self._timeout_s):  # httpx's own limits begin anew with every read
+                body = await self._body()
+        except (TimeoutError, httpx.TimeoutException):
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
-        except (OSError, HTTPException, ValueError) as error:  # their words may hold a header that we sent: names only
-            self.close()
+        except httpx.ConnectError as error:
+            raise Unreadable(f"no connection for GET /metrics: {printable(str(error), 200)}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
         return self._series.pick(body.decode("utf-8", "replace"))
 
-    def _body(self, turn: int) -> bytes:
-        """The page, after one redirect on the same host, which is remembered. Raises Unreadable, and as http.client
-        does."""
-        response = self._response(turn)
-        if response.status in REDIRECTS:
-            url = self._source.followed(self._url, response.headers.get("location", ""))
-            if url is None:
-                self.close()
-                raise Unreadable(f"GET /metrics answers {response.status} and leads to another host")
-            self.close()
-            self._url = url
-            response = self._response(turn)
-        if response.status != 200:
-            self.close()
-            if response.status in (404, 405, 501):
-                raise Absent(f"the server has no metrics: GET /metrics answers {response.status}")
-            raise Unreadable(f"GET /metrics answers {response.status}")
-        body = response.read(MAX_BODY_BYTES + 1)
-        if len(body) > MAX_BODY_BYTES:
-            self.close()
-            raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
-        return body
+    async def _body(self, *, redirected: bool = False) -> bytes:
+        """The page, after one redirect on the same host, which is remembered. Raises Unreadable, and as httpx does."""
+        body = bytearray()
+        async with self._client.stream("GET", self._url) as response:
+            if response.status_code in (404, 405, 501):
+                raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
+            if response.status_code in REDIRECTS and not redirected:
+                url = self._source.followed(self._url, response.headers.get("location", ""))
+                if url is None:
+                    raise Unreadable(f"GET /metrics answers {response.status_code} and leads to another host")
+                self._url = url
+            elif response.status_code != 200:
+                raise Unreadable(f"GET /metrics answers {response.status_code}")
+            else:
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+                return bytes(body)
+        return await self._body(redirected=True)
 
-    def _response(self, turn: int) -> HTTPResponse:
-        path = urlsplit(self._url)._replace(scheme="", netloc="", fragment="").geturl() or "/"
-        for kept in (True, False):  # a server may have closed the one that was kept
-            connection = self._connection if kept else self._connected(turn)
-            if connection is None:
-                continue
-            try:
-                connection.request("GET", path, headers=self._headers)
-                return connection.getresponse()
-            except (OSError, HTTPException):
-                is_late = turn != self._turn or self._connection is not connection
-                self.close()
-                if is_late or not kept:
-                    raise
-        raise AssertionError
-
-    def _connected(self, turn: int) -> HTTPConnection:
-        parts = urlsplit(self._url)
-        host, port = parts.hostname or "", parts.port
-        connection = (
-            HTTPConnection(host, port, timeout=self._timeout_s)
-            if self._tls is None
-            else HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls)
-        )
-        try:
-            connection.connect()
-        except OSError as error:
-            raise Unreadable(f"no connection for GET /metrics: {printable(reason(error), 200)}") from None
-        if turn != self._turn:
-            connection.close()
-            raise Unreadable("the next read of GET /metrics has begun")
-        self._connection = connection
-        return connection
-
-    def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if (sock := connection.sock) is not None:
-            with contextlib.suppress(OSError):  # a thread may be reading from it; of TLS without its goodbye
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        connection.close()
+    async def close(self) -> None:
+        await self._client.aclose()
 
 
 class Metrics:
@@ -196,6 +153,5 @@ class Metrics:
                 whole[name] = max(held, value) if name.endswith("_ratio") else held + value
         return whole
 
-    def close(self) -> None:
-        for page in self._pages:
-            page.close()
+    async def close(self) -> None:
+        await asyncio.gather(*(page.close() for page in self._pages))

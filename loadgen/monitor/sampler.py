@@ -88,7 +88,7 @@ class Sampler:
                 await metrics.read()
             except Absent as error:
                 problems.append(str(error))
-                metrics.close()
+                await metrics.close()
                 metrics = None
             except Unreadable:  # it may come to itself; every sample says how it went
                 pass

@@ -96,7 +96,7 @@ class _ByMetrics:
         try:
             values = await metrics.read()
         finally:
-            metrics.close()
+            await metrics.close()
         return {name: values[name] for name in BUSY if name in values}
 
 

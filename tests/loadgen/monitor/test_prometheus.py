@@ -164,7 +164,7 @@ def test_one_redirect_on_the_same_host_is_followed_and_remembered(location: str,
                 else:
                     with pytest.raises(Unreadable, match="answers 307"):
                         await metrics.read()
-            metrics.close()
+            await metrics.close()
             assert len(world.requests) == asked
 
     asyncio.run(story())
