@@ -298,7 +298,7 @@ def test_the_command_writes_table_and_figure_and_marks_them(
     offs = [abs(float(row["off_tpot_ms"])) for row in rows if row["source"] == "aiconfigurator"]
     stated = written["sources"]["aiconfigurator"]["errors"]["tpot"]["median"]
     assert stated == pytest.approx(float(np.median(offs)), abs=1e-3)
-    assert "EMULATED" in (out / "published.svg").read_text()
+    assert "PREDICTED (emulated hardware, no real server)" in (out / "published.svg").read_text()
     page = (out / "published.html").read_text()
     assert all(f'data-value="{each["errors"]["tpot"]["median"]!r}"' in page for each in written["sources"].values())
 
