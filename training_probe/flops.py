@@ -133,7 +133,7 @@ def layer_linears(spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
 def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of the linear layers of such a layer that the cell's LoRA adapts, by their names; none without
     LoRA."""
-    if cell.letters.adapter not in ("L", "QL"):
+    if not cell.letters.has_lora:
         return {}
     linears = layer_linears(spec, kind)
     if spec.model_type in QKV_TOGETHER:
@@ -228,7 +228,7 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     length = cell.seq_len + (PROMPT_TOKENS if method.adapter == "PT" else 0)
     longer = length / cell.seq_len  # virtual tokens pass through the model and are no tokens of the data
 
-    lora = counts.adapter if method.adapter in ("L", "QL") else 0
+    lora = counts.adapter if method.has_lora else 0
     in_layers = sum(kind.count * _layer_parameters(spec, kind) for kind in spec.kinds) + lora
     head = spec.vocab_size * spec.hidden
     trained = lora if method.adapter else head if method.quantized else in_layers + head

@@ -8,7 +8,7 @@ becomes a row of the results with that reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, Literal, Protocol, get_args
 
@@ -115,6 +115,10 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
         return self.quantized or self.adapter == "QL"
 
     @property
+    def has_lora(self) -> bool:
+        return self.adapter in ("L", "QL")
+
+    @property
     def task(self) -> Task:
         """What it is for, where --task is not given."""
         return "finetune" if self.adapter else "pretrain"
@@ -201,7 +205,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wide_adapters(self) -> bool:
         """Whether LoRA trains in fp32: its weights, their gradients and moments."""
-        return self.letters.adapter in ("L", "QL") and self.adapter_dtype == "fp32"
+        return self.letters.has_lora and self.adapter_dtype == "fp32"
 
     @property
     def wide_inputs(self) -> bool:
@@ -244,6 +248,10 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Cell)
 class Options(Protocol):
     """What a cell has beside its letters, and what is measured of it as well."""
 
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def method(self) -> str: ...
     @property
     def lora_rank(self) -> int: ...
     @property
@@ -291,9 +299,9 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
     """The cell without the options that change nothing for it, and a clause for each of those. layers: of its model,
     where they are known."""
     idle: dict[str, str] = {}
-    if cell.letters.adapter not in ("L", "QL"):
+    if not cell.letters.has_lora:
         idle |= dict.fromkeys(_OF_LORA, "it has no LoRA (L or QL)")
-    elif _casts_adapters(cell):
+    elif _casts_adapters(cell.engine, cell.letters):
         idle["adapter_dtype"] = "DeepSpeed's ZeRO casts what it trains to bf16, and keeps fp32 masters of it"
     if not cell.letters.four_bit:
         idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
@@ -324,21 +332,27 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.spec is None else self.spec.decoder
 
 
-def _casts_adapters(cell: Cell) -> bool:
-    return cell.engine == "deepspeed" and cell.letters.zero > 0
+def _casts_adapters(engine: Engine, letters: Method) -> bool:
+    return engine == "deepspeed" and letters.zero > 0
 
 
-def adapters_said(engine: Engine, method: str, dtype: str) -> str:
-    """What LoRA of such a cell trains in, a sentence; empty where it has none."""
-    letters = Method.parse(method)
-    if letters.adapter not in ("L", "QL") or engine not in ENGINES:
+def adapter_notes(several: Iterable[Options]) -> list[str]:
+    """What LoRA of cells, or of their results, trains in; each sentence once."""
+    return list(dict.fromkeys(filter(None, map(_adapter_note, several))))
+
+
+def _adapter_note(of: Options) -> str:
+    """Empty where it has no LoRA."""
+    letters = Method.parse(of.method)
+    if not letters.has_lora or of.engine not in ENGINES:
         return ""
-    if engine == "deepspeed" and letters.zero:
-        return f"LoRA of {engine} with Z{letters.zero} has bf16 weights and fp32 masters, 16 bytes a trained parameter."
-    if dtype == "bf16":
-        return f"LoRA of {engine} trains in bf16, 8 bytes a trained parameter; --adapter-dtype fp32 is PEFT's own."
-    inputs = "computes in bf16" if engine == "fsdp2" else "keeps fp32 inputs"
-    return f"LoRA of {engine} trains in fp32, 16 bytes a trained parameter, and {inputs} (--adapter-dtype)."
+    lora = f"LoRA of {of.engine}"
+    if _casts_adapters(of.engine, letters):
+        return f"{lora} with Z{letters.zero} has bf16 weights and fp32 masters, 16 bytes a trained parameter."
+    if of.adapter_dtype == "bf16":
+        return f"{lora} trains in bf16, 8 bytes a trained parameter; --adapter-dtype fp32 is PEFT's own."
+    inputs = "computes in bf16" if of.engine == "fsdp2" else "keeps fp32 inputs"
+    return f"{lora} trains in fp32, 16 bytes a trained parameter, and {inputs} (--adapter-dtype)."
 
 
 def cell(
@@ -355,7 +369,7 @@ def cell(
     fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate")
     check_least(GridError, 1, **{field: getattr(built, field) for field in fields})
     if adapter_dtype is None:
-        adapter_dtype = "fp32" if letters.adapter in ("L", "QL") and not _casts_adapters(built) else "bf16"
+        adapter_dtype = "fp32" if letters.has_lora and not _casts_adapters(built.engine, letters) else "bf16"
     built = msgspec.structs.replace(built, adapter_dtype=adapter_dtype)
     if built.micro_batch is not None and built.micro_batch < 1:
         raise GridError(f"--micro-batch is {built.micro_batch}; it must be at least 1, or max.")
@@ -462,7 +476,7 @@ def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:
 
 def _of_targets(cell: Cell, spec: ModelSpec) -> Iterator[str]:
     """Layers that LoRA should adapt and the model has under another name."""
-    if cell.letters.adapter not in ("L", "QL") or cell.lora_targets == LORA_TARGETS:
+    if not cell.letters.has_lora or cell.lora_targets == LORA_TARGETS:
         return
     for fused, types, separate in (
         ("qkv_proj", QKV_TOGETHER, ("q_proj", "k_proj", "v_proj")),

@@ -84,7 +84,7 @@ def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
         return f"{name} has norms with biases (norm_epsilon), and what those keep was not counted"
     if cell.checkpoint == "op" and any(kind.mlp.experts > 1 for kind in spec.kinds):
         return f"{name} is a mixture of experts, and what --checkpoint op keeps of those was not counted"
-    if cell.letters.adapter not in ("L", "QL"):
+    if not cell.letters.has_lora:
         return None
     if spec.model_type in EXPERTS_ADAPTED and not _OF_MLP.isdisjoint(cell.lora_targets):
         return f"PEFT puts LoRA on the experts of {name} as whole tensors, and what those keep was not counted"

@@ -13,7 +13,7 @@ from loadgen.document import terminal
 from loadgen.document.content import Column, Table
 from loadgen.document.terminal import WIDEST
 from training_probe import memory
-from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, adapters_said, impossible
+from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, adapter_notes, impossible
 from training_probe.memory import Prediction, process
 from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Moment, Term
@@ -105,8 +105,7 @@ def hints(cells: Sequence[Cell], known: Mapping[str, Described]) -> Iterator[str
     length is."""
     if len(cells) == 1 and (saved := _saved(cells[0], known[cells[0].model])):
         yield f"of its memory {saved}."
-    said = (adapters_said(cell.engine, cell.method, cell.adapter_dtype) for cell in cells)
-    yield from dict.fromkeys(filter(None, said))
+    yield from adapter_notes(cells)
     if any(cell.seq_len == PAPER_SEQ_LEN for cell in cells):
         yield f"sequences of {PAPER_SEQ_LEN} tokens are the paper's; --seq-len names others."
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from backends.untrusted import escaped
 from loadgen.document.content import Cell, Column, Number, Table, number
 from training_probe import paper
-from training_probe.grid import adapters_said, beyond_letters
+from training_probe.grid import adapter_notes, beyond_letters
 from training_probe.paper import PaperRow, TableName
 from training_probe.report.layout import Remarks, exact, known, titled
 from training_probe.results import SHARED, CellResult
@@ -272,8 +272,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
-    said = (adapters_said(each.engine, each.method, each.adapter_dtype) for each in results)
-    caption += dict.fromkeys(filter(None, said))
+    caption += adapter_notes(results)
     table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
 
