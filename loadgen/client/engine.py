@@ -39,6 +39,7 @@ from loadgen.load.prompts import Workload
 from loadgen.load.request_body import advised
 from loadgen.plan import Job, Plan, Timeouts
 from loadgen.rundir import WriteError
+from loadgen.rundir.outcomes import AS_PLANNED
 from loadgen.rundir.records import ClientFacts, RecordsFile
 from loadgen.target import TransportError
 
@@ -418,7 +419,7 @@ class Client:
         if exchange.phase == "measured":
             self.done += 1
             self.events += len(exchange.times)
-            if exchange.outcome not in ("ok", "abandoned"):
+            if exchange.outcome not in AS_PLANNED:
                 self.failed += 1
             elif exchange.times:
                 self._recent_ttft_ms.append((exchange.times[0] - exchange.sent_ns) / 1e6)
@@ -426,10 +427,7 @@ class Client:
                 return
         if self._began and self._may_send():
             loop = asyncio.get_running_loop()
-            if exchange.outcome in (
-                "ok",
-                "abandoned",
-            ):  # due now, but sent from the loop: what fails at once must not recurse
+            if exchange.outcome in AS_PLANNED:  # due now, but sent from the loop: what fails at once must not recurse
                 loop.call_soon(self._replace, now_ns())
             else:
                 loop.call_later(FAILED_WAIT_S, lambda: self._replace(now_ns()))

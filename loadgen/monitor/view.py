@@ -20,6 +20,7 @@ from loadgen.monitor.messages import Expected, Live, View
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.totals import Record, Totals
 from loadgen.rundir import Manifest
+from loadgen.rundir.outcomes import AS_PLANNED
 from loadgen.terminal import styled
 
 RECENT_S = 10.0
@@ -86,7 +87,7 @@ class Course:
             for name, value in ttft_ms.items():
                 self._ttft[name].append(value)
             self._before = live
-        failed = {name: count for name, count in totals.outcomes.items() if count and name not in ("ok", "abandoned")}
+        failed = {name: count for name, count in totals.outcomes.items() if count and name not in AS_PLANNED}
         if live.failed > sum(failed.values()):  # their records are still to come, or on other machines
             failed["others" if failed else "in all"] = live.failed - sum(failed.values())
         ratio = self._done_ratio(live, totals)

@@ -39,6 +39,7 @@ from loadgen.report.schema import (
 from loadgen.rundir import Manifest
 from loadgen.rundir.emulation import HeldOut, kind_of_load
 from loadgen.rundir.launch_facts import LaunchFacts
+from loadgen.rundir.outcomes import AS_PLANNED
 from loadgen.steady.window import Estimate
 
 T = TypeVar("T")
@@ -129,8 +130,7 @@ FULL_SLOTS = "full slots, from the first sent to the last sent, since the warm-u
 
 def not_ok(requests: Requests) -> str:
     """How many failed, by their outcomes, and how many the client gave up."""
-    kept = ("ok", "abandoned")
-    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name not in kept)
+    outcomes = ", ".join(f"{count} {name}" for name, count in requests.by_outcome.items() if name not in AS_PLANNED)
     given_up = requests.by_outcome.get("abandoned")
     return (
         f"{number(requests.failed)} failed"

@@ -14,3 +14,4 @@ OUTCOMES = (
     "node_lost",  # its machine, one of several, was lost before it was known how it ended
     "abandoned",  # given up by the client at the token that --cancel drew: neither ok nor a failure
 )
+AS_PLANNED = ("ok", "abandoned")  # what the server did not fail
