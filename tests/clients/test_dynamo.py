@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import urllib.request
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import program
+from tests.support.programs import program, summed_samples
 from tests.support.waiting import free_ports, until
 from tests.vllm.tiny_model import write as write_tiny_model
 
@@ -45,12 +44,7 @@ def dynamo(engine: str, directory: Path) -> Iterator[str]:
 
 def counted(url: str) -> dict[str, float]:
     """Samples of the frontend's metrics by their names, label sets added up."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
-        text = reply.read().decode()
-    found: dict[str, float] = {}
-    for name, value in re.findall(r"^dynamo_frontend_(\w+?)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
+    return summed_samples(url, r"^dynamo_frontend_(\w+?)(?:\{[^}]*\})? (\S+)$", timeout_s=10)
 
 
 def run(url: str, out: Path, *more: str, backend: str = "dynamo") -> dict[str, Any]:

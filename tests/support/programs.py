@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -28,6 +29,17 @@ def program(words: Sequence[str], url: str, path: str, env: Mapping[str, str] | 
     finally:
         started.terminate()
         started.wait()
+
+
+def summed_samples(url: str, line: str, timeout_s: float = 30) -> dict[str, float]:
+    """Samples of a page of metrics by their names, label sets added up. line: the pattern of a sample's line, with its
+    name and its value as groups."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as reply:
+        text = reply.read().decode()
+    found: dict[str, float] = {}
+    for name, value in re.findall(line, text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 @contextlib.contextmanager

@@ -7,10 +7,8 @@ each run. Its times end where the token leaves the engine, so the client can onl
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from tiny_model import MAX_MODEL_LEN
 from backends import exit_codes
 from loadgen.rundir import records
 from tests.lateness import Lateness, measured_lateness
+from tests.support.programs import summed_samples
 
 pytestmark = pytest.mark.vllm
 
@@ -42,12 +41,7 @@ class Server:
 
     def sums(self) -> dict[str, float]:
         """Every `_sum`, `_count` and `_total` sample of /metrics, added over labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
-            text = reply.read().decode()
-        found: dict[str, float] = {}
-        for name, value in re.findall(r"^(vllm:\w+_(?:sum|count|total))\{[^}]*\} (\S+)$", text, re.MULTILINE):
-            found[name] = found.get(name, 0.0) + float(value)
-        return found
+        return summed_samples(self.url, r"^(vllm:\w+_(?:sum|count|total))\{[^}]*\} (\S+)$")
 
 
 @pytest.fixture(scope="module")
