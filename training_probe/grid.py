@@ -369,7 +369,8 @@ def cell(
     fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate")
     check_least(GridError, 1, **{field: getattr(built, field) for field in fields})
     if adapter_dtype is None:
-        adapter_dtype = "fp32" if letters.has_lora and not _casts_adapters(built.engine, letters) else "bf16"
+        ours = letters.has_lora and not built.own  # what a user's own script trains in nobody knows
+        adapter_dtype = "fp32" if ours and not _casts_adapters(built.engine, letters) else "bf16"
     built = msgspec.structs.replace(built, adapter_dtype=adapter_dtype)
     if built.micro_batch is not None and built.micro_batch < 1:
         raise GridError(f"--micro-batch is {built.micro_batch}; it must be at least 1, or max.")

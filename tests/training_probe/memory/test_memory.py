@@ -143,6 +143,7 @@ def test_zero_has_bf16_adapters_with_fp32_masters_either_way() -> None:
     assert asked[0] == asked[1] == settled(asked[2])[0] and "keeps fp32 masters" in settled(asked[2])[1][0]
     assert cell("L", model="7b").adapter_dtype == cell("L+Z3", model="7b", engine="fsdp2").adapter_dtype == "fp32"
     assert cell("Z2", model="7b").adapter_dtype == "bf16"
+    assert "adapters" not in cell("L", model="7b", engine="a_script_of_my_own").name  # of which nothing is known
 
 
 @pytest.mark.parametrize(
