@@ -58,7 +58,6 @@ EXPERTS = {  # (experts, chosen, hidden, width of an expert)
     "mixtral-8x7b at TP 2": (8, 2, 4096, 7168),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "qwen3-235b-a22b at TP 4": (128, 8, 4096, 384),
-    "gpt-oss-120b": (128, 4, 2880, 2880),
 }
 LATENT = (512, 64, 128, 128)  # of DeepSeek's: rank, rotary, other values of a head's query and key, its values
 WINDOWED = {  # heads, KV heads, values of a head, window

@@ -921,7 +921,7 @@ def _gpus(numbers: Numbers) -> Iterator[Finding]:
         came = f"{several} came to GPU {shared.index} or left it during the run, as a server's do not."
         yield Finding(
             code="GPU_SHARED",
-            severity="warning" if shared.others else "info",
+            severity="warning",
             message=came if shared.others else f"{several} were on GPU {shared.index}; of most servers it is one.",
             advice="See with nvidia-smi whose they are, and measure when the server has its GPUs to itself.",
         )

@@ -306,6 +306,16 @@ def judged(profile: Profile, observed: Sequence[Observed]) -> Profile:
     return msgspec.structs.replace(profile, held_out=tuple(run.predict(profile).error(run) for run in observed))
 
 
+def better(before: Profile, fitted: Profile) -> Profile:
+    """Whichever predicts runs better that it was not fitted to, both judged: a host that is like the one of the
+    profile before leaves nothing to fit but noise, which the next load would pay for."""
+    errors = {one.run: one.e2el_w1 for one in fitted.held_out}
+    same = {one.run: one.e2el_w1 for one in before.held_out if one.run in errors}
+    if errors and sum(errors.values()) < sum(same.values()):
+        return fitted
+    return msgspec.structs.replace(before, gpu=fitted.gpu, fitted_on=(), intervals={})
+
+
 def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[HeldOut, ...]:
     """Each run predicted by a fit to the others, where those can be fitted."""
     errors = []
@@ -397,9 +407,12 @@ def command(
     _check(runs, aside)
     profile = _fitted_and_judged(runs, aside, base)
     if live is not None:
-        errors = [{one.run: one.e2el_w1 for one in each.held_out} for each in (judged(base_profile, runs), profile)]
+        before = judged(base_profile, runs)
+        print(before_and_after(*({one.run: one.e2el_w1 for one in each.held_out} for each in (before, profile))))
+        profile = better(before, profile)
+        if not profile.fitted_on:
+            print("the fit is no better than the profile it began from, which is kept, with its errors here.")
         profile = msgspec.structs.replace(profile, source=f"calibrated live at {live}, {datetime.now():%Y-%m-%d}")
-        print(before_and_after(*errors))
     write(profile, out)
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK

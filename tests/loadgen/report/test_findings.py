@@ -574,7 +574,7 @@ def test_gpus_that_were_held_back_or_shared() -> None:
     slowed = found(slowdowns=["hw_power_brake_slowdown"])["THROTTLED"]
     assert slowed == "warning The driver reported slowed clocks of a GPU: GPU 3 hw_power_brake_slowdown."
     assert found(processes=2, others=1)["GPU_SHARED"].startswith("warning 1 process came to GPU 3 or left it")
-    assert found(processes=2)["GPU_SHARED"].startswith("info 2 processes were on GPU 3")
+    assert found(processes=2)["GPU_SHARED"].startswith("warning 2 processes were on GPU 3")
     assert severities(server=own_view(gpu_thermal_s=0.3)) == {}
     assert severities(server=own_view(gpu_thermal_s=0.5)) == {"THROTTLED": "warning"}
 

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadgen import rundir
 from loadgen.rundir import records
+from loadgen.rundir.emulation import HeldOut
 from servers.calibrate import live
-from servers.calibrate.command import EAGER, with_values
+from servers.calibrate.command import EAGER, better, with_values
 from servers.simulator.build import profiles
 
 pytestmark = pytest.mark.processes
@@ -56,3 +58,26 @@ def test_the_pace_of_a_host_is_one() -> None:
     assert faster.overheads.launch_us == pytest.approx(profile.overheads.launch_us / 2)
     assert faster.front.token_us == pytest.approx(profile.front.token_us / 2)
     assert faster.overheads.step_us == profile.overheads.step_us
+
+
+@pytest.mark.parametrize(("off", "fits"), [((0.03, 0.02), True), ((0.05, 0.04), False), ((), False)])
+def test_a_fit_counts_where_it_predicts_what_it_was_not_fitted_to(off: tuple[float, ...], fits: bool) -> None:
+    """By end-to-end times of the series, each run by a fit to the others; beside 6 and 2 % of the profile before."""
+
+    def judged(*errors: float) -> tuple[HeldOut, ...]:
+        return tuple(
+            HeldOut(
+                run=str(place), makespan=0.0, throughput=0.0, e2el_mape=0.0, e2el_w1=error, ttft_w1=0.0, tpot_w1=0.0
+            )
+            for place, error in enumerate(errors)
+        )
+
+    shipped = profiles()["vllm@v1"]
+    before = msgspec.structs.replace(shipped, held_out=judged(0.06, 0.02))
+    fitted = msgspec.structs.replace(
+        with_values(shipped, {EAGER: 100.0}), gpu="h200", fitted_on=("0", "1"), held_out=judged(*off)
+    )
+    kept = better(before, fitted)
+    assert kept.gpu == "h200" and bool(kept.fitted_on) == fits
+    assert kept.overheads == (fitted if fits else shipped).overheads
+    assert kept.held_out == (fitted if fits else before).held_out
