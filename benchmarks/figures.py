@@ -3,7 +3,7 @@
     python benchmarks/figures.py [WORD]    # those whose names have WORD; all take some minutes on one core
 
 Figures 6 to 10 and published.png are of predictions, which are computed anew. The pictures of pages (docs/pages) need a
-browser: `make figures` draws them too. timeline.svg is as it was drawn: what it shows was not kept.
+browser: `make figures` draws them too. timeline.png is as it was drawn: what it shows was not kept.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ install() { # NAME LOCK WHAT PIP-ARGUMENTS...
     echo "installing $3 into .venv-$1 (a minute, once)"
     rm -rf "$venv"
     "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes "${@:4}" --requirement "$here/$2"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@:4}" --requirement "$here/$2"
     echo "$want" >"$venv/installed"
 }
 

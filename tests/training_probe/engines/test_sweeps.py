@@ -171,7 +171,7 @@ def test_a_sweep_that_was_killed_goes_on(tmp_path: Path) -> None:
     with sweeping(directory, *options) as sweep:
         first = directory / results.RESULTS_FILE
         sweep.wait_for(lambda: first.exists() and first.read_bytes().endswith(b"\n"), "a first result")
-        second = directory / "trials" / "tiny_finetune_ddp_L_1x_s32_b1" / "run-1" / "log.txt"
+        second = directory / "trials" / "tiny_finetune_ddp_L_1x_s32_b1_fp32-adapters" / "run-1" / "log.txt"
         sweep.wait_for(second.exists, "the start of a second cell")
         family = psutil.Process(sweep.process.pid).children(recursive=True)
         assert family
