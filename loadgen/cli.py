@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from loadgen.rundir.records import Recorded
 
 NOT_SEARCHED = (
-    "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "trace",
-    "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens", "goodput", "repeat",
+    "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "first_tokens",
+    "subagents", "context_tokens", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
+    "trace_block_tokens", "goodput", "repeat",
     "dry_run", "calibrate", "stop_when_overloaded",
 )  # fmt: skip
 MOST_CONFIG_BYTES = 1 << 20

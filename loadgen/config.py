@@ -35,12 +35,13 @@ DEFAULT_REQUESTS = 1000
 MOST_REPEATS = 10_000
 MOST_SESSIONS, MOST_TURNS = 10**6, 10**7  # their lengths are held in memory
 DEFAULT_TURNS, DEFAULT_THINK_TIME = 4, 1  # seconds
+CANCELS_SINGLE = "--cancel is for single requests: a session needs its replies; leave one out."
 MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 LEAST = {
     0: "warmup seed retries",
     1: "requests input_tokens output_tokens concurrency dp api_servers max_running max_batched_tokens port "
-    "metrics_port trace_limit sessions repeat nodes",
+    "metrics_port trace_limit sessions repeat nodes first_tokens context_tokens",
     2: "vocab_size max_model_len",
     LEAST_KV_TOKENS: "kv_tokens",
 }  # what a whole number of an option is at least
@@ -145,15 +146,35 @@ class LoadOptions:
             "from when the turn before was due, or at its reply's end where that is later."
         ),
     ] = None
+    first_tokens: Annotated[
+        WholeOrText | None,
+        _load(
+            "Length of a session's first prompt, and a sub-agent's, where it is not as --input-tokens; the same laws."
+        ),
+    ] = None
+    subagents: Annotated[
+        str | None,
+        _load(
+            "Agents in sessions: SHARE:COUNT:TURNS; after that share of the replies COUNT others begin side by side, "
+            "each of TURNS turns with a prompt of its own, and the session goes on when all have ended."
+        ),
+    ] = None
+    context_tokens: Annotated[
+        Whole | None,
+        _load("A session's turn that would take prompt and reply beyond that goes on from the first prompt alone."),
+    ] = None
     cancel: Annotated[
         float, _load("Share of the requests whose replies the client gives up, at a token drawn evenly.")
     ] = 0.0
     trace: Annotated[
         Path | None,
-        _load("Arrivals, lengths and shared prompts of real traffic: a Mooncake, Azure, BurstGPT or Bailian file."),
+        _load(
+            "Arrivals, lengths and shared prompts of real traffic: a Mooncake, Azure, BurstGPT or Bailian file; or "
+            "sessions of agents, as Weka has them (a file or a directory), which begin together or by --concurrency."
+        ),
     ] = None
     trace_format: Annotated[
-        Literal["mooncake", "azure", "burstgpt", "bailian"] | None,
+        Literal["mooncake", "azure", "burstgpt", "bailian", "weka"] | None,
         _load("The trace's format (default: as its first line tells)."),
     ] = None
     trace_speed: Annotated[float, _load("Play the trace so many times as fast.")] = 1.0
@@ -582,8 +603,11 @@ class Config(
             raise ConfigError(f"--trace-from is {self.trace_from:g}; it must be at least 0.")
 
     def _check_sessions(self) -> None:
-        if self.turns is not None and self.dataset is not None:
-            raise ConfigError("--turns is for sessions that are drawn, and --dataset has its own; leave one out.")
+        own = self.given(("turns", "first_tokens", "subagents", "context_tokens"))
+        if own and self.dataset is not None:
+            raise ConfigError(
+                f"{flag(own[0])} is for sessions that are drawn, and --dataset has its own; leave one out."
+            )
         given = self.given(("sessions", "think_time"))
         if given and self.dataset is not None and not self.plays_conversations:
             self._check_dataset()
@@ -591,7 +615,7 @@ class Config(
                 f"{flag(given[0])} is for conversations, and {self.dataset} holds single prompts; leave it out."
             )
         if self.sessions is None and not self.plays_conversations:
-            given = self.given(("turns", "think_time") if self.dataset is None else ())
+            given = self.given(("think_time",)) + own if self.dataset is None else []
             if given:
                 raise ConfigError(f"{flag(given[0])} is for --sessions; say how many there are, or leave it out.")
             return
@@ -609,7 +633,7 @@ class Config(
         if self.cancel and not self.stream:
             raise ConfigError("--cancel gives replies up at a token, and --no-stream shows none; leave one out.")
         if self.cancel and (self.sessions is not None or self.plays_conversations):
-            raise ConfigError("--cancel is for single requests: a session needs its replies; leave one out.")
+            raise ConfigError(CANCELS_SINGLE)
 
     def _check_dataset(self) -> None:
         from loadgen.load.dataset_files import stamp
@@ -621,6 +645,8 @@ class Config(
             raise ConfigError(str(error)) from None
 
     def _check_load(self, load: "Load") -> None:
+        if self.cancel and load.in_sessions:
+            raise ConfigError(CANCELS_SINGLE)
         if load.sessions is not None and (load.planned or 0) > MOST_TURNS:
             raise ConfigError(f"--sessions {self.sessions} have over {MOST_TURNS} turns; lower their number.")
         if self.dataset is not None and load.output_tokens.kind != "fixed":
@@ -818,7 +844,7 @@ class Config(
         """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
         from loadgen.load import choices, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource, parse_arrival, parse_streams
-        from loadgen.load.sessions import EVERY, Sessions
+        from loadgen.load.sessions import EVERY, Sessions, parse_subagents
         from loadgen.load.shapes import parse_prefix
 
         try:
@@ -838,11 +864,14 @@ class Config(
                         str(think_time).removeprefix(EVERY) if from_due else think_time, lengths.THINK_TIME
                     ),
                     from_due=from_due,
+                    subagents=None if self.subagents is None else parse_subagents(self.subagents),
+                    context_tokens=self.context_tokens,
                 )
             return Load(
                 arrival=arrival,
                 input_tokens=lengths.parse(self.input_tokens),
                 output_tokens=lengths.parse(self.output_tokens),
+                first_tokens=None if self.first_tokens is None else lengths.parse(self.first_tokens),
                 requests=requests,
                 duration_s=self.duration,
                 streams=None if self.concurrency is None else parse_streams(self.concurrency),

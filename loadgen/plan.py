@@ -89,7 +89,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the slots of a closed loop go over from the warm-up's requests to measured ones without a drain: it
         has a request for each slot, so that this takes no more of them, and the load is long beside its start."""
         load = self.load
-        if self.drain_warmup or load.streams is None or load.streams.seconds or load.sessions is not None:
+        if self.drain_warmup or load.streams is None or load.streams.seconds or load.in_sessions:
             return False
         slots = load.streams.last
         return self.warmup >= slots and (load.planned is None or load.planned >= LEAST_A_SLOT * slots)

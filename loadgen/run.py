@@ -379,7 +379,7 @@ class Run:
     def _watched(self, monitor: Monitor, served: Served, load: Load, watch: Progress | None) -> Progress:
         """Shows a person how the run goes, and tells the sidecar what only the clients know."""
         line, remote = ProgressLine(), served.fleet is not None
-        falling = Falling(load.when if load.sessions is None else "")
+        falling = Falling("" if load.in_sessions else load.when)
 
         def watched(clients: list[Snapshot]) -> None:
             if watch is not None:

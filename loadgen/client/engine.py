@@ -37,6 +37,7 @@ from loadgen.event_loop import Stop, every_second
 from loadgen.load.lengths import residual
 from loadgen.load.prompts import Workload
 from loadgen.load.request_body import advised
+from loadgen.load.turns import Base, Going
 from loadgen.plan import Job, Plan, Timeouts
 from loadgen.rundir import WriteError
 from loadgen.rundir.outcomes import AS_PLANNED
@@ -143,7 +144,11 @@ class Client:
         self._next = 0
         self._began = False  # the load
         self._streams = 0  # of a closed loop: how many have begun
-        self._thinking = 0  # sessions whose next turn is not due yet
+        self._going = None if self._turns is None else Going(self._turns)
+        self._said: dict[
+            int, Exchange
+        ] = {}  # by a turn that is not sent yet, the one whose conversation it goes on with
+        self._thinking = 0  # turns that wait for nothing but their time
         self._waiting: Waiting | None = None
         self._t0_ns = 0
         self.records_file: RecordsFile | None = None
@@ -225,22 +230,21 @@ class Client:
         """The first request of what is begun `number`-th: a request, or a session."""
         return number if self._turns is None else self._turns.begin(number)
 
-    def _make(
-        self, phase: str, number: int, earlier: Exchange | None = None, output_tokens: int | None = None
-    ) -> tuple[Exchange, bytes | HttpRequest]:
-        """A request, ready to be sent; of a session's later turn with the turn before it. output_tokens: to ask for, in
-        place of its own."""
+    def _make(self, phase: str, number: int, output_tokens: int | None = None) -> tuple[Exchange, bytes | HttpRequest]:
+        """A request, ready to be sent; of a session's later turn once what it goes on with was said. output_tokens: to
+        ask for, in place of its own."""
         prompt, shape = self.workload.prompt(phase, number), self.workload.own(number)
         shared_tokens = shape.shared_tokens if phase == "measured" else 0
-        if earlier is not None:
-            prompt, shared_tokens = _going_on(earlier, prompt)
+        turns = self._turns if phase == "measured" else None
+        if turns is not None and (base := turns.base(number)) is not None:
+            prompt, shared_tokens = _going_on(self._said.pop(number), base, prompt)
         asked = shape.output_tokens if output_tokens is None else output_tokens
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
         adapter = self._adapter(number) if self._adapters is not None and phase == "measured" else ""
         request = self.job.request(self.backend, prompt, sampling, adapter)
         id = self.workload.id(number) if phase == "measured" else number
         kept = None
-        if self._turns is None or phase == "warmup" or self.backend.keeper is None:
+        if turns is None or self.backend.keeper is None or not turns.repeated_by(number):
             decoder = self.backend.decoder(sampling.stream)
         else:
             kept = Kept()
@@ -251,9 +255,11 @@ class Client:
         cancels = self._cancels if phase == "measured" else None
         if cancels is not None and (given_up_at := cancels.token(number, asked)) is not None:
             exchange.abandon_after(given_up_at)
-        if kept is not None and self._turns is not None:
-            exchange.session, turn = self._turns.place(number)
-            exchange.prompt, exchange.kept, exchange.turn = prompt, kept, turn + 1
+        if turns is not None:
+            exchange.session, turn = turns.place(number)
+            exchange.turn, exchange.after = turn + 1, turns.after(number)
+        if kept is not None:
+            exchange.prompt, exchange.kept = prompt, kept
         request_id = f"{self.job.run_id}-{'w' if phase == 'warmup' else ''}{id}"
         if (header := self.job.session_header) is not None:  # a request of its own is a conversation of one turn
             session = request_id if exchange.turn < 1 else f"{self.job.run_id}-s{exchange.session}"
@@ -351,7 +357,7 @@ class Client:
             self._send_next(scheduled)
 
     def _replace(self, due: int) -> None:
-        going = len(self.in_flight) + self._thinking
+        going = len(self.in_flight) if self._going is None else len(self._going)
         if going < self.job.streams_at(due - self._t0_ns) and self._may_send():
             self._send_next(due)
 
@@ -367,6 +373,8 @@ class Client:
         exchange, prepared = self._prepared.popleft()
         exchange.scheduled_ns = scheduled
         self._next += 1
+        if self._going is not None:
+            self._going.begin(exchange.session)
         self.in_flight.add(exchange)
         self.transport.send(exchange, prepared)
         self._prepare_one()
@@ -374,33 +382,38 @@ class Client:
     # Sessions.
 
     def _goes_on(self, exchange: Exchange) -> bool:
-        """Whether another turn follows the one that has ended. Turns that cannot be sent any more have failed."""
-        turns, number = self._turns, exchange.id
-        if turns is None or exchange.prompt is None or turns.is_last(number):
+        """Whether the session of a turn that has ended goes on. Turns that cannot be sent any more have failed."""
+        turns, going = self._turns, self._going
+        if turns is None or going is None:
             return False
         duration_s = self.job.load.duration_s
         if self.stopping or (duration_s is not None and now_ns() - self._t0_ns >= duration_s * 1e9):
             return False
-        if (reason := why_over(exchange)) is None:
-            self._thinking += 1
-            asyncio.get_running_loop().call_soon(self._prepare_turn, exchange)  # not within a read
-            return True
-        for later in range(number + 1, turns.begin(exchange.session) + turns.count(exchange.session)):
+        number = turns.begin(exchange.session) + exchange.turn - 1
+        if exchange.outcome == "dropped":  # by a turn that has failed, with which it is over
+            return exchange.session in going
+        repeated = turns.repeated_by(number)
+        if (reason := why_over(exchange, bool(repeated))) is None:
+            self._said.update(dict.fromkeys(repeated, exchange))
+            for later, due_ns in going.ended(number, exchange.scheduled_ns, exchange.done_ns):
+                self._thinking += 1
+                asyncio.get_running_loop().call_soon(self._prepare_turn, later, int(due_ns))  # not within a read
+            return exchange.session in going
+        for later in going.failed(number):
+            self._said.pop(later, None)
             dropped = Exchange(
-                later, "measured", exchange.done_ns, 0, self.workload.own(later).output_tokens, exchange.decoder,
-                self._on_done,
+                self.workload.id(later), "measured", exchange.done_ns, 0, self.workload.own(later).output_tokens,
+                exchange.decoder, self._on_done,
             )  # fmt: skip
             dropped.session, dropped.turn = exchange.session, exchange.turn + later - number
+            dropped.after = turns.after(later)
             dropped.fail("dropped", reason, now_ns())
-        return False
+        return exchange.session in going
 
-    def _prepare_turn(self, earlier: Exchange) -> None:
-        assert self._turns is not None and self._waiting is not None
-        number = earlier.id + 1
-        exchange, prepared = self._make("measured", number, earlier)
-        earlier.prompt = earlier.kept = None
-        begin_ns = earlier.scheduled_ns if self._turns.from_due else earlier.done_ns
-        exchange.scheduled_ns = max(begin_ns + self._turns.think_ns(number), earlier.done_ns)
+    def _prepare_turn(self, number: int, due_ns: int) -> None:
+        assert self._waiting is not None
+        exchange, prepared = self._make("measured", number)
+        exchange.scheduled_ns = due_ns
         self._waiting.add(exchange, prepared)
 
     def _send_turn(self, exchange: Exchange, prepared: bytes | HttpRequest) -> None:
@@ -535,13 +548,14 @@ class Client:
         )
 
 
-def _going_on(earlier: Exchange, new: Prompt) -> tuple[Prompt, int]:
-    """The prompt of a session's next turn, and how many of its first tokens the server has seen."""
-    prompt, kept = earlier.prompt, earlier.kept
-    assert prompt is not None and kept is not None
+def _going_on(earlier: Exchange, base: Base, new: Prompt) -> tuple[Prompt, int]:
+    """The prompt of a turn that goes on with an earlier one, and how many of its first tokens the server has seen."""
+    prompt, kept = earlier.prompt, earlier.kept if base.reply else None
+    assert prompt is not None
     if prompt.token_ids is not None:
-        return next_prompt(prompt, kept, new), len(prompt.token_ids) + len(kept.token_ids)
-    return next_prompt(prompt, kept, new), (earlier.prompt_tokens or 0) + (earlier.output_tokens or 0)
+        return next_prompt(prompt, kept, new), len(prompt.token_ids) + (0 if kept is None else len(kept.token_ids))
+    seen = (earlier.prompt_tokens or 0) + (0 if kept is None else earlier.output_tokens or 0)
+    return next_prompt(prompt, kept, new), seen
 
 
 @contextlib.contextmanager

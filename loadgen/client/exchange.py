@@ -92,6 +92,7 @@ class Exchange:
     __slots__ = (
         "abort",
         "adapter",
+        "after",
         "asked_prompt_tokens",
         "asked_tokens",
         "cached_tokens",
@@ -161,6 +162,7 @@ class Exchange:
         self.location = ""  # where a redirect points
         self.shared_tokens = 0  # of the prompt's beginning that an earlier request of the load has sent
         self.session = self.turn = -1  # of a session, the first turn being 1
+        self.after: tuple[int, ...] = ()  # the turns that it waited for, where these were not just the one before it
         self.names: Names | None = None  # until it is known who the reply says that it is
         self.adapter = ""  # of the model, that is asked for
         self.model = ""  # that the reply names, where it is not the one that was asked for
@@ -366,5 +368,6 @@ class Exchange:
             adapter=self.adapter or UNSET,
             session=self.session if self.turn > 0 else UNSET,
             turn=self.turn if self.turn > 0 else UNSET,
+            after=self.after or UNSET,
             itl_us=itl_us,
         )

@@ -46,27 +46,27 @@ class Waiting:
             self._send(exchange, prepared)
 
 
-def why_over(exchange: Exchange) -> str | None:
-    """Why no turn can follow this one; None where one can."""
+def why_over(exchange: Exchange, repeated: bool) -> str | None:
+    """Why no turn can follow this one, whose reply some turn repeats or none does; None where one can."""
     if exchange.outcome != "ok":
         return f"turn {exchange.turn} of its session failed ({exchange.outcome})"
     prompt, kept = exchange.prompt, exchange.kept
-    assert prompt is not None and kept is not None
-    if prompt.token_ids is not None and len(kept.token_ids) != (exchange.output_tokens or len(exchange.times)):
-        return NO_IDS
-    return None
+    if not repeated or prompt is None or prompt.token_ids is None or kept is None:
+        return None
+    return NO_IDS if len(kept.token_ids) != (exchange.output_tokens or len(exchange.times)) else None
 
 
-def next_prompt(prompt: Prompt, kept: Kept, new: Prompt) -> Prompt:
-    """All that was said, and what is new. Of text the length is not known: only the server knows where its tokens
-    begin."""
+def next_prompt(prompt: Prompt, kept: Kept | None, new: Prompt) -> Prompt:
+    """All that was said, without a reply where none is kept, and what is new. Of text the length is not known: only the
+    server knows where its tokens begin."""
     if prompt.token_ids is not None and new.token_ids is not None:
-        ids = [*prompt.token_ids, *kept.token_ids, *new.token_ids]
+        ids = [*prompt.token_ids, *(() if kept is None else kept.token_ids), *new.token_ids]
         return Prompt(n_tokens=len(ids), token_ids=ids)
-    reply, text = "".join(kept.texts), new.text or ""
+    text, reply = new.text or "", "" if kept is None else "".join(kept.texts)
     earlier = prompt.messages or (("user", prompt.text or ""),)
+    answered = () if kept is None else (("assistant", reply),)
     return Prompt(
         n_tokens=0,
         text=f"{prompt.text}{reply}\n{text}",
-        messages=(*earlier, ("assistant", reply), *(new.messages or (("user", text),))),
+        messages=(*earlier, *answered, *(new.messages or (("user", text),))),
     )

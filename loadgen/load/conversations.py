@@ -28,10 +28,11 @@ from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.load.dataset_files import Stamp, counted, items, respelled, stamp
 from loadgen.load.datasets import FORM, TokenCount
-from loadgen.load.lengths import WorkloadError
+from loadgen.load.lengths import Law, WorkloadError
 from loadgen.load.prompts import tokenizer_count
-from loadgen.load.sessions import SessionShapes, Turns
+from loadgen.load.sessions import SessionShapes
 from loadgen.load.shapes import Shape
+from loadgen.load.turns import Turns
 
 # Names of who speaks. ShareGPT's assistants have several, since people shared conversations of several services.
 _USER, _ASSISTANT, _SYSTEM = "user", "assistant", "system"
@@ -332,6 +333,8 @@ class Conversations:
 
 class _Added:
     """What each turn of the conversations adds, and how long its reply is; 0 prompt tokens: not known."""
+
+    first_tokens: Law | None = None
 
     def __init__(self, shapes: list[Shape]) -> None:
         """shapes: the conversations' before one comes again, one after the other."""

@@ -12,8 +12,8 @@ from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.load.dataset_files import Stamp, counted, items, stamp
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
-from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shape
+from loadgen.load.turns import Turns
 
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 

@@ -14,8 +14,9 @@ import msgspec
 from backends.untrusted import escaped
 from loadgen.load.choices import Adapters, Cancels
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
-from loadgen.load.sessions import Sessions, SessionShapes, Turns
+from loadgen.load.sessions import Sessions, SessionShapes
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
+from loadgen.load.turns import Turns
 from loadgen.rundir import MOST_PHASES, Phase
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
@@ -276,21 +277,24 @@ def _drawn_ns(arrival: Arrival, requests: int | None, duration_s: float | None, 
 
 
 @functools.lru_cache(maxsize=1)
-def _turns(sessions: Sessions, count: int, seed: int) -> Turns:
-    return sessions.drawn(count, seed)
+def _turns(sessions: Sessions, count: int, seed: int, lengths: tuple[Law, Law, Law | None]) -> Turns:
+    input_tokens, output_tokens, first_tokens = lengths
+    return sessions.drawn(count, seed, DrawnShapes(input_tokens, output_tokens, None, seed, first_tokens))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """requests: how many at the most; duration_s: until when they are sent; None: no such limit. streams: a closed loop
     instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone.
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
-    lengths are what a turn adds. cancel_ratio: of the requests that the client gives up. adapters: that they
+    lengths are what a turn adds; first_tokens: that of a session's first prompt, and a sub-agent's, where it is
+    another law. cancel_ratio: of the requests that the client gives up. adapters: that they
     ask for, of sessions each for one. The same seed gives the same
     requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
     output_tokens: Law
+    first_tokens: Law | None = None
     requests: int | None = None
     duration_s: float | None = None
     streams: Streams | None = None
@@ -314,10 +318,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefix is not None or self.sessions is not None
 
     @property
+    def in_sessions(self) -> bool:
+        """Whether its requests are turns that wait for each other."""
+        return self.sessions is not None or (self.trace is not None and self.trace.read().turns is not None)
+
+    @property
     def keeps_arriving(self) -> bool:
         """Whether single requests come at times of their own, so that a server may fall behind them."""
         burst = self.arrival.kind == "burst" and self.trace is None
-        return not (burst or self.streams is not None or self.sessions is not None)
+        return not (burst or self.streams is not None or self.in_sessions)
 
     @property
     def when(self) -> str:
@@ -327,11 +336,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.arrival) if self.trace is None else f"trace:{self.trace.read().format}"
 
     def within(self, longest_tokens: int | None) -> Load:
-        """Of a load with a trace: without the requests that are longer, and with its number of requests. Raises
-        WorkloadError."""
+        """Of a load with a trace: without the requests that are longer, and with its number of requests, or sessions.
+        Raises WorkloadError."""
         assert self.trace is not None
         trace = msgspec.structs.replace(self.trace, longest_tokens=longest_tokens)
-        return msgspec.structs.replace(self, trace=trace, requests=len(trace.read()))
+        read = trace.read()
+        begun = len(read) if read.turns is None else len(read.turns.first) - 1
+        return msgspec.structs.replace(self, trace=trace, requests=begun)
 
     def due_ns(self) -> NDArray[np.int64]:
         """When each request is due, or each session begins, ns since t = 0, ascending; empty for a closed loop, where
@@ -341,7 +352,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.streams is not None:
             return np.empty(0, np.int64)
         if self.trace is not None:
-            due_ns = self.trace.read().due_ns
+            trace = self.trace.read()
+            due_ns = trace.due_ns if trace.turns is None else trace.due_ns[trace.turns.first[:-1]]
             return due_ns if self.duration_s is None else due_ns[due_ns < self.duration_s * 1e9]
         return _drawn_ns(self.arrival, self.requests, self.duration_s, self.seed)
 
@@ -398,7 +410,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     def turns(self) -> Turns | None:
         """The turns of its sessions."""
-        return None if self.sessions is None else _turns(self.sessions, self.requests or 0, self.seed)
+        if self.trace is not None:
+            return self.trace.read().turns
+        lengths = (self.input_tokens, self.output_tokens, self.first_tokens)
+        return None if self.sessions is None else _turns(self.sessions, self.requests or 0, self.seed, lengths)
 
     def cancels(self) -> Cancels | None:
         """Which requests the client gives up; None where it gives none up."""
@@ -408,7 +423,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         """What each request asks for. Raises WorkloadError."""
         if self.trace is not None:
             return _trace_shapes(self.trace)
-        drawn = DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed)
+        drawn = DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed, self.first_tokens)
         return drawn if (turns := self.turns()) is None else SessionShapes(turns, drawn)
 
     def typical_tokens(self) -> tuple[int, int]:
@@ -443,10 +458,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def shortest_prompt_tokens(self, warmup: int) -> int:
         """Of the prompts that are drawn, at the least; `warmup` requests take the lengths of the first. Raises
         WorkloadError."""
-        if self.input_tokens.kind == "fixed":
-            return self.input_tokens.least
+        law = self.first_tokens or self.input_tokens  # of which the first turn alone has a prefix
+        if law.kind == "fixed":
+            return law.least
         drawn = self._drawn
-        return Lengths(self.input_tokens, self.seed, "input").least(None if drawn is None else max(drawn, warmup))
+        name: Stream = "input" if self.first_tokens is None else "first"
+        return Lengths(law, self.seed, name).least(None if drawn is None else max(drawn, warmup))
 
     @property
     def _drawn(self) -> int | None:
@@ -468,7 +485,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> list[Phase]:
         """The parts of the load that are reported by themselves; none where it is the same throughout."""
         if self.streams is not None:
-            return self.streams.phases() if self.sessions is None else self.streams.phases("sessions")
+            return self.streams.phases("sessions") if self.in_sessions else self.streams.phases()
         if self.trace is not None:
             return []
-        return self.arrival.phases() if self.sessions is None else self.arrival.phases("sessions")
+        return self.arrival.phases("sessions") if self.in_sessions else self.arrival.phases()

@@ -20,8 +20,9 @@ from backends.exit_codes import lacking
 from backends.protocol import Prompt
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.load import Load
-from loadgen.load.sessions import SessionShapes, Turns
+from loadgen.load.sessions import SessionShapes
 from loadgen.load.shapes import Shape
+from loadgen.load.turns import Turns
 
 BLOCK_TOKENS = 1 << 17  # prompts are drawn some at a time: at most 256, fewer when they are long
 FIRST_ID = 1000  # below lie special and byte tokens in the vocabularies of Llama, Mistral, Qwen and Gemma

@@ -1,36 +1,71 @@
-"""Conversations: a session's next turn is due its think time after its last reply ended, or after the turn before was
-due, and repeats all that was said.
+"""Conversations and agents: a session's next turn is due when people have thought, or a tool has run, and repeats all
+that was said.
 
-How many turns each session has, what each adds and how long people think are drawn beforehand, so every turn has its
-number before the clock starts: turns are numbered session by session. Pure.
+How many turns each session has, what each adds, how long people think and which agents begin others are drawn
+beforehand. Pure.
 """
 
 from __future__ import annotations
 
-import bisect
+import re
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from backends.untrusted import escaped
 from loadgen.load.lengths import Law, Lengths
 from loadgen.load.shapes import Shape
+from loadgen.load.turns import Base, Turns, Wait
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
     from numpy.typing import NDArray
 
 EVERY = "every:"  # before the law of a think time that passes from when turns are due
+MOST_SUBAGENTS, MOST_SUBAGENT_TURNS = 100, 10_000
+_SUBAGENTS = 0x1E98  # among the streams of `lengths`
 _OF_TURNS = 1 << 62  # keys of what turns add and what is replied begin here; groups of a prefix are below
 
 
+class Subagents(msgspec.Struct, frozen=True):
+    """After that share of an agent's replies, so many others begin, each with a prompt of its own and so many turns;
+    the agent goes on when all of them have ended."""
+
+    ratio: float
+    count: int
+    turns: int
+
+    def __str__(self) -> str:
+        return f"{self.ratio:g}:{self.count}:{self.turns}"
+
+
+def parse_subagents(text: str) -> Subagents:
+    """'SHARE:COUNT:TURNS'. Raises ValueError with one sentence."""
+    match = re.fullmatch(r"(\d(?:\.\d*)?|\.\d+):(\d{1,9}):(\d{1,9})", text)
+    if match is None:
+        raise ValueError(f"--subagents '{escaped(text)}' is not understood; use SHARE:COUNT:TURNS, as 0.1:2:4.")
+    found = Subagents(float(match[1]), int(match[2]), int(match[3]))
+    fits = 1 <= found.count <= MOST_SUBAGENTS and 1 <= found.turns <= MOST_SUBAGENT_TURNS
+    if not (0 < found.ratio <= 1 and fits):
+        raise ValueError(
+            f"--subagents '{text}' needs a share above 0 and up to 1, 1 to {MOST_SUBAGENTS} agents, and 1 to "
+            f"{MOST_SUBAGENT_TURNS} turns."
+        )
+    return found
+
+
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
-    """turns: how many each session has; None: as `counts` says, for conversations that somebody had. think_time: in
-    milliseconds. from_due: it passes from when the turn before was due, but no turn is due before its reply has ended.
+    """turns: how many each session has, without those of sub-agents; None: as `counts` says, for conversations that
+    somebody had. think_time: in milliseconds. from_due: it passes from when the turn before was due, but no turn is due
+    before its reply has ended. delays_ms: what passes before each turn of these conversations in place of it.
+    context_tokens: a turn that would take prompt and reply beyond that goes on from its agent's first prompt.
     left_out: what of these conversations is not sent, as a clause."""
 
     turns: Law | None
     think_time: Law
     from_due: bool = False
+    subagents: Subagents | None = None
+    context_tokens: int | None = None
     counts: tuple[int, ...] = ()
     left_out: str = ""
 
@@ -39,60 +74,86 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
         """The think time, as its option has it."""
         return f"{EVERY}{self.think_time}" if self.from_due else str(self.think_time)
 
-    def drawn(self, sessions: int, seed: int) -> Turns:
-        """The turns of so many sessions; where `counts` has fewer, they begin again."""
+    def drawn(self, sessions: int, seed: int, own: Added | None = None) -> Turns:
+        """The turns of so many sessions; where `counts` has fewer, they begin again. own: what each turn adds."""
         import numpy as np
 
+        think_time = Lengths(self.think_time, seed, "think")
         if self.turns is not None:
             counts = Lengths(self.turns, seed, "turns").first(sessions)
         else:
             counts = np.resize(np.asarray(self.counts, np.int64), sessions)
-        return Turns(counts, Lengths(self.think_time, seed, "think"), from_due=self.from_due)
+        waits: dict[int, tuple[Wait, ...]] = {}
+        bases: dict[int, Base | None] = {}
+        if self.subagents is not None:
+            counts = self._with_subagents(counts, seed, think_time, waits, bases)
+        turns = Turns(counts, think_time, from_due=self.from_due, waits=waits, bases=bases)
+        if self.context_tokens is None or own is None:
+            return turns
+        _cut_back(turns, own, self.context_tokens, bases)
+        return Turns(counts, think_time, from_due=self.from_due, waits=waits, bases=bases)
 
-
-class Turns:
-    """Which turn of which session a request is, by its number. All counts begin at 0."""
-
-    def __init__(self, counts: NDArray[np.int64], think_time_ms: Lengths, *, from_due: bool = False) -> None:
-        """`counts` (sessions,): how many turns each session has."""
+    def _with_subagents(
+        self,
+        counts: NDArray[np.int64],
+        seed: int,
+        think_time_ms: Lengths,
+        waits: dict[int, tuple[Wait, ...]],
+        bases: dict[int, Base | None],
+    ) -> NDArray[np.int64]:
+        """How many turns each session has with those of its sub-agents, which are numbered after the turn that begins
+        them. Fills what turns wait for and go on with, where that is not the turn before them."""
         import numpy as np
 
-        self.first = np.concatenate([[0], np.cumsum(counts)])
-        self.total = int(self.first[-1])
-        self._think_time_ms = think_time_ms
-        self.from_due = from_due
-        think_time_ms.at(0)  # the first of a law imports scipy for most of a second: now, not during the load
-        self._first: list[int] = self.first.tolist()  # looked up one by one while the clock runs
-
-    def begin(self, session: int) -> int:
-        """The number of its first turn."""
-        return self._first[session]
-
-    def count(self, session: int) -> int:
-        return self._first[session + 1] - self._first[session]
-
-    def place(self, number: int) -> tuple[int, int]:
-        """(session, turn)."""
-        session = bisect.bisect_right(self._first, number) - 1
-        return session, number - self._first[session]
-
-    def is_last(self, number: int) -> bool:
-        session, turn = self.place(number)
-        return turn + 1 == self.count(session)
-
-    def think_ns(self, number: int) -> int:
-        """How long after the turn before it that turn is due: after its reply, or from when it was due."""
-        return self._think_time_ms.at(number) * 1_000_000
+        assert self.subagents is not None
+        each, number, whole = self.subagents, 0, []
+        for session, count in enumerate(counts.tolist()):
+            begins = np.random.default_rng((seed, _SUBAGENTS, session)).random(count) < each.ratio
+            begin = number
+            for turn, begins_others in enumerate(begins.tolist()):
+                number += 1
+                if begins_others and turn + 1 < count:
+                    agents = range(number, number + each.count * each.turns, each.turns)
+                    for first in agents:
+                        waits[first], bases[first] = (Wait(number - 1, 0),), None
+                    joined = number + each.count * each.turns
+                    think = Wait(number - 1, think_time_ms.at(joined) * 1_000_000, self.from_due)
+                    waits[joined] = (think, *(Wait(first + each.turns - 1, 0) for first in agents))
+                    bases[joined], number = Base(number - 1), joined
+            whole.append(number - begin)
+        return np.array(whole, np.int64)
 
 
 class Added(Protocol):
-    """What each turn adds to all that was said before it, by its number, as `DrawnShapes` has it."""
+    """What each turn adds to all that was said before it, by its number, as `DrawnShapes` has it. shape: where nothing
+    was said before; first_tokens: the law of such prompts, where it is another one."""
+
+    first_tokens: Law | None
 
     def lengths(self, number: int) -> Shape: ...
 
     def shape(self, number: int, member: int | None = None) -> Shape: ...
 
     def total_tokens(self, requests: int) -> NDArray[np.int64]: ...
+
+
+def _cut_back(turns: Turns, own: Added, most_tokens: int, bases: dict[int, Base | None]) -> None:
+    """Has turns go on from their agent's first prompt where prompt and reply would be more than that."""
+    shapes = SessionShapes(turns, own)
+    prompts: list[int] = []  # of each turn
+    firsts: list[int] = []  # of the agent that each turn is of
+    for number in range(turns.total):
+        added, base = shapes.own(number), turns.base(number)
+        if base is None:
+            prompts.append(added.prompt_tokens)
+            firsts.append(number)
+            continue
+        firsts.append(firsts[base.turn])
+        tokens = prompts[base.turn] + shapes.own(base.turn).output_tokens + added.prompt_tokens
+        if tokens + added.output_tokens > most_tokens:
+            bases[number] = Base(firsts[number], reply=False)
+            tokens = prompts[firsts[number]] + added.prompt_tokens
+        prompts.append(tokens)
 
 
 class SessionShapes:
@@ -103,33 +164,50 @@ class SessionShapes:
         self._own = own
 
     def own(self, number: int) -> Shape:
-        """What that turn adds. Only a session's first turn begins as those of other sessions do."""
+        """What that turn adds. Only an agent's first turn begins as those of other sessions do."""
+        if self.turns.base(number) is not None:
+            return self._own.lengths(number)
         session, turn = self.turns.place(number)
-        return self._own.lengths(number) if turn else self._own.shape(number, session)
+        shape = self._own.shape(number, session)
+        shared = sum(tokens for _, tokens in shape.segments) if turn else shape.shared_tokens
+        return shape._replace(shared_tokens=shared)
 
     def shape(self, number: int) -> Shape:
         """Its segments go on into the reply, which is the beginning of later prompts."""
-        turn = self.turns.place(number)[1]
-        own = self.own(number - turn)
-        tokens, shared, output = own.prompt_tokens, own.shared_tokens, own.output_tokens
-        segments = [*own.segments, _added(number - turn, tokens - sum(size for _, size in own.segments))]
-        for earlier in range(number - turn + 1, number + 1):
-            segments.append(_reply(earlier - 1, output))
-            shared = tokens + output
-            own = self.own(earlier)
-            tokens, output = shared + own.prompt_tokens, own.output_tokens
-            segments.append(_added(earlier, own.prompt_tokens))
-        return Shape(tokens, output, (*segments, _reply(number, output)), shared)
+        said = [Base(number)]
+        while (base := self.turns.base(said[-1].turn)) is not None:
+            said.append(base)
+        first = said.pop()
+        own = self.own(first.turn)
+        tokens, shared = own.prompt_tokens, own.shared_tokens
+        segments = [*own.segments, _added(first.turn, tokens - sum(size for _, size in own.segments))]
+        earlier = first
+        for later in reversed(said):
+            if earlier.reply:
+                segments.append(_reply(earlier.turn, own.output_tokens))
+                tokens += own.output_tokens
+            own, shared, earlier = self.own(later.turn), tokens, later
+            segments.append(_added(later.turn, own.prompt_tokens))
+            tokens += own.prompt_tokens
+        return Shape(tokens, own.output_tokens, (*segments, _reply(number, own.output_tokens)), shared)
 
     def id(self, number: int) -> int:
         return number
 
     def longest_tokens(self) -> int:
-        """Prompt and reply of the longest last turn."""
+        """Prompt and reply of the longest turn."""
         import numpy as np
 
-        sums = np.concatenate([[0], np.cumsum(self._own.total_tokens(self.turns.total))])
-        return int(np.diff(sums[self.turns.first]).max(initial=0))
+        if self.turns.follow_each_other and self._own.first_tokens is None:
+            sums = np.concatenate([[0], np.cumsum(self._own.total_tokens(self.turns.total))])
+            return int(np.diff(sums[self.turns.first]).max(initial=0))
+        wholes = np.zeros(self.turns.total + 1, np.int64)
+        for number in range(self.turns.total):
+            own, base = self.own(number), self.turns.base(number)
+            wholes[number] = own.prompt_tokens + own.output_tokens
+            if base is not None:
+                wholes[number] += wholes[base.turn] - (0 if base.reply else self.own(base.turn).output_tokens)
+        return int(wholes.max())
 
 
 def _added(number: int, tokens: int) -> tuple[int, int]:

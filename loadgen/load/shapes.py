@@ -73,7 +73,12 @@ def parse_prefix(text: str) -> Prefix:
 class DrawnShapes:
     """Lengths by their laws, and groups of prompts that begin alike."""
 
-    def __init__(self, input_tokens: Law, output_tokens: Law, prefix: Prefix | None, seed: int) -> None:
+    def __init__(
+        self, input_tokens: Law, output_tokens: Law, prefix: Prefix | None, seed: int, first_tokens: Law | None = None
+    ) -> None:
+        """first_tokens: of prompts before which nothing was said, in sessions."""
+        self.first_tokens = first_tokens
+        self._first = None if first_tokens is None else Lengths(first_tokens, seed, "first")
         self._input = Lengths(input_tokens, seed, "input")
         self._output = Lengths(output_tokens, seed, "output")
         self._groups = None if prefix is None else _Groups(prefix, seed)
@@ -87,8 +92,11 @@ class DrawnShapes:
         return self._input.first(requests) + self._output.first(requests)
 
     def shape(self, number: int, member: int | None = None) -> Shape:
-        """member: by which its group is drawn, where that is not its number."""
-        prompt_tokens, output_tokens, _, _ = lengths = self.lengths(number)
+        """member: of a session, whose prompts begin as one of them."""
+        lengths = self.lengths(number)
+        if self._first is not None and member is not None:
+            lengths = Shape(self._first.at(number), lengths.output_tokens)
+        prompt_tokens, output_tokens, _, _ = lengths
         if self._groups is None:
             return lengths
         group, seen = self._groups.at(number if member is None else member)

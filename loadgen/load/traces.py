@@ -1,11 +1,14 @@
 """Traces of real traffic: when each request came, how long it and its reply were, and which blocks its prompt shared.
 
-Four published formats are read, one request a line. What a line has besides the columns named here is not looked at.
+Five published formats are read, all but one with a request a line. What a line has besides the columns named here is
+not looked at.
 
     mooncake  JSON lines, from Mooncake (FAST '25): timestamp (ms), input_length, output_length, hash_ids (512 tokens);
-              of other tools also text_input for the length, session_id, and a delay for a later turn's time
+              of other tools also text_input for the length, session_id, and a delay (ms): then a session's turn
+              waits for the reply to the one before it, or to those that `after` names by their `turn`
     bailian   JSON lines, Qwen on Alibaba's Bailian (ATC '25): as above, with timestamp in s, blocks of 16, a chat_id
     azure     CSV, from Azure in 2023 and 2024: TIMESTAMP (with or without a time zone), ContextTokens, GeneratedTokens
+    weka      JSON, sessions of agents: `agent_traces`
     burstgpt  CSV, from BurstGPT (KDD '25): Timestamp (s), Request tokens, Response tokens; a failure has 0 of these
 
 The columns of CSV are found by the heading: BurstGPT's third file has other ones between. A file may be packed.
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,7 +39,10 @@ from numpy.typing import NDArray
 from backends.files import opened
 from backends.foreign_files import MOST_EMPTY_LINES
 from backends.untrusted import UNDECODABLE, printable, reason
+from loadgen.load import agent_traces
+from loadgen.load.agent_traces import Pending, WaitsForItself, planned
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
+from loadgen.load.turns import Turns
 
 MOST_LINE_BYTES = 1 << 24  # a million hash ids take half of it
 MOST_SECONDS = 4e9  # of a timestamp, and between two of them: nanoseconds fit 64 bits
@@ -78,7 +84,8 @@ class LeftOut:
 class Trace:
     """The requests of a trace by their times. Shapes: (n,), but for `hash_ids`, which is flat, and is cut by
     `hash_offsets` (n + 1,); ids of 2^63 and more are negative there. `left_out` counts what was read from `from_s` on
-    and cannot be played. notes: sentences without their end."""
+    and cannot be played. notes: sentences without their end. turns: where requests wait for each other; they then stand
+    session by session, and the time of a session's first request is that of the session."""
 
     format: str
     line: NDArray[np.int64]  # number of its data line in the file, from 0: a heading and empty lines do not count
@@ -90,6 +97,7 @@ class Trace:
     hash_offsets: NDArray[np.int64]
     left_out: LeftOut
     notes: tuple[str, ...] = ()
+    turns: Turns | None = None
 
     def __len__(self) -> int:
         return len(self.line)
@@ -109,11 +117,19 @@ class Trace:
                 f"every request of the trace has more tokens than the {longest_tokens} that the model takes; name a "
                 "model, or a server, with a longer context."
             )
+        if self.turns is not None:  # of a session all or nothing
+            fits = self.turns.whole_sessions(fits)
+            if not fits.any():
+                raise WorkloadError(
+                    f"every session of the trace has a request of more than the {longest_tokens} tokens that the model "
+                    "takes; name a model, or a server, with a longer context."
+                )
         counts = np.diff(self.hash_offsets)
         first_ns = self.due_ns[fits][0]
         too_long = self.line[~fits]
         return replace(
             self,
+            turns=None if self.turns is None else self.turns.only(fits),
             line=self.line[fits],
             due_ns=self.due_ns[fits] - first_ns,
             input_tokens=self.input_tokens[fits],
@@ -159,6 +175,8 @@ class _JsonLine(msgspec.Struct, kw_only=True):
     text: str | None = msgspec.field(name="text_input", default=None)
     ids: list[_HashId] | None = msgspec.field(name="hash_ids", default=None)
     session: str | int | None = msgspec.field(name="session_id", default=None)
+    turn: str | int | None = None
+    after: list[str | int] | None = None
     type: Any = None
     image: Any = None
     images: Any = None
@@ -203,10 +221,12 @@ class _Bailian(_JsonLine, kw_only=True):
 
 
 class _CsvLine(msgspec.Struct, kw_only=True):
-    """text, session, hash_ids: it has none of them."""
+    """text, session, turn, after, hash_ids: it has none of them."""
 
     text: ClassVar[None] = None
     session: ClassVar[None] = None
+    turn: ClassVar[None] = None
+    after: ClassVar[None] = None
     hash_ids: ClassVar[Sequence[int]] = ()
     images: _Length = msgspec.field(name="NumImages", default=0)  # of Azure's trace of 2025
 
@@ -238,14 +258,15 @@ class _BurstGpt(_CsvLine, kw_only=True):
 
 
 _Row = _Mooncake | _Bailian | _Azure | _BurstGpt
+_AGENTS = "weka"
 _ROWS: dict[str, type[_Row]] = {
     "mooncake": _Mooncake,
     "azure": _Azure,
     "burstgpt": _BurstGpt,
     "bailian": _Bailian,
 }
-_BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}
-FORMATS = tuple(_ROWS)
+_BLOCK_TOKENS = {"mooncake": 512, "bailian": 16, _AGENTS: agent_traces.BLOCK_TOKENS}
+FORMATS = (*_ROWS, _AGENTS)
 
 
 def read(
@@ -257,6 +278,8 @@ def read(
     where the format's own does not hold. Lines behind the last request that is played are not read. Raises
     WorkloadError."""
     _check(format, speed, limit, from_s, block_tokens)
+    if format == _AGENTS or (format is None and agent_traces.is_one(path)):
+        return _of_agents(path, speed, limit, from_s, block_tokens)
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
@@ -325,14 +348,15 @@ def _recognised(path: Path, number: int, text: bytes) -> str:
     with contextlib.suppress(*UNDECODABLE, csv.Error):
         found = set(msgspec.json.decode(text, type=dict[str, Any]) if text.startswith(b"{") else _heading(text))
     found |= {other for name, other in _INSTEAD.items() if name in found}
-    missing = {name: [column for column in _ROWS[name].needed if column not in found] for name in FORMATS}
-    fitting = [name for name in FORMATS if not missing[name]]
+    missing = {name: [column for column in row.needed if column not in found] for name, row in _ROWS.items()}
+    fitting = [name for name in _ROWS if not missing[name]]
     if fitting:
         return max(fitting, key=lambda name: len(_ROWS[name].needed))
     spelled = {_plain(column): column for column in found}
-    near = min(FORMATS, key=lambda name: sum(_plain(column) not in spelled for column in missing[name]))
+    near = min(_ROWS, key=lambda name: sum(_plain(column) not in spelled for column in missing[name]))
     if text.startswith(b"[") or all(_plain(column) not in spelled for column in _ROWS[near].needed):
-        known = "; ".join(f"{name} ({', '.join(_ROWS[name].needed)})" for name in FORMATS)
+        known = "; ".join(f"{name} ({', '.join(row.needed)})" for name, row in _ROWS.items())
+        known += f"; {_AGENTS} (id, block_size, requests)"
         form = "; a trace of JSON has an object a line" if text.startswith((b"[", b"{")) else ""
         raise WorkloadError(f"{path} line {number} begins no trace of a known format, which are: {known}{form}.")
     there = [
@@ -378,6 +402,38 @@ def _numbers() -> array[int]:
     return array("q")
 
 
+class _Turn(NamedTuple):
+    """A turn of a session: its row in the columns and its line, and what it waits for. after: names of turns."""
+
+    row: int
+    number: int
+    delay_ns: int | None
+    name: str | int | None
+    after: list[str | int] | None
+
+
+def _waits(turns: Sequence[_Turn]) -> bool:
+    """Whether turns of a session wait for each other's replies."""
+    return any(turn.after is not None or (turn.delay_ns is not None and place) for place, turn in enumerate(turns))
+
+
+def _of_agents(path: Path, speed: float, limit: int | None, from_s: float, block_tokens: int | None) -> Trace:
+    """Raises WorkloadError."""
+    if from_s:
+        raise WorkloadError("the sessions of a trace of agents have no time between them; leave --trace-from out.")
+    agents = agent_traces.read(path, limit)
+    played = _Played(path, _AGENTS, None, 0)
+    played.number = played.line = array("q", range(len(agents.input_tokens)))
+    played.at_ns = array("q", bytes(8 * len(agents.input_tokens)))
+    played.input_tokens, played.output_tokens = agents.input_tokens, agents.output_tokens
+    played.hash_ids, played.hash_offsets = array("Q", agents.hash_ids), agents.hash_offsets
+    if not played.line:
+        raise WorkloadError(f"{path} holds no requests; name another --trace.")
+    rows, turns = planned(agents.sessions, speed)
+    blocks = block_tokens or (agents.block_tokens if agents.hash_ids else None)
+    return played._made(np.array(rows, np.int64), turns, speed, blocks, tuple(agents.notes()))
+
+
 @dataclass
 class _Played:
     """The columns of the requests that are played, as they are read."""
@@ -402,8 +458,8 @@ class _Played:
     no_output: int = 0
     text_alone: int = 0
     with_images: int = 0
-    delayed: int = 0
     sessions: dict[str | int, int] = field(default_factory=dict)  # when the last turn of each came
+    turns: dict[str | int, list[_Turn]] = field(default_factory=dict)  # of each, those that are played
 
     def add(self, number: int, row: _Row) -> bool:
         """Takes the next line, the editor's `number`; true when there are enough. Raises WorkloadError, and csv.Error
@@ -432,6 +488,11 @@ class _Played:
         self.hash_offsets.append(len(self.hash_ids))
         self.with_images += row.has_images
         self.text_alone += isinstance(row, _JsonLine) and row.length is None
+        if row.session is not None:
+            delay_ns = row.delay_ns() if isinstance(row, _Mooncake) else None
+            self.turns.setdefault(row.session, []).append(
+                _Turn(len(self.line) - 1, number, delay_ns, row.turn, row.after)
+            )
         return len(self.line) == self.limit
 
     def _at_ns(self, row: _Row) -> int:
@@ -439,10 +500,9 @@ class _Played:
         at_ns = row.at_ns()
         if at_ns is None:
             delay_ns = row.delay_ns() if isinstance(row, _Mooncake) else None
-            if delay_ns is None or row.session not in self.sessions:
+            if (delay_ns is None and row.after is None) or row.session not in self.sessions:
                 raise csv.Error("it has no timestamp, nor a delay after an earlier line of its session_id")
-            at_ns = self.sessions[row.session] + delay_ns
-            self.delayed += 1
+            at_ns = self.sessions[row.session] + (delay_ns or 0)
         if row.session is not None:
             self.sessions[row.session] = at_ns
         return at_ns
@@ -463,9 +523,21 @@ class _Played:
         """What was read, played `speed` times as fast. Raises WorkloadError where that is nothing."""
         if not self.line:
             raise WorkloadError(self._nothing())
-        at_ns = _column(self.at_ns)
-        order = np.argsort(at_ns, kind="stable")
-        at_ns = at_ns[order]
+        if any(map(_waits, self.turns.values())):
+            rows, turns = self._in_sessions(speed)
+            return self._made(np.array(rows, np.int64), turns, speed, block_tokens)
+        return self._made(np.argsort(_column(self.at_ns), kind="stable"), None, speed, block_tokens)
+
+    def _made(
+        self,
+        order: NDArray[np.int64],
+        turns: Turns | None,
+        speed: float,
+        block_tokens: int | None,
+        notes: Sequence[str] = (),
+    ) -> Trace:
+        """The trace of its rows in that order. Raises WorkloadError."""
+        at_ns = _column(self.at_ns)[order]
         if at_ns[-1] - at_ns[0] > MOST_SECONDS * 1e9 * speed:
             raise WorkloadError(
                 f"--trace-speed {speed:g} makes {self.path} last over {MOST_SECONDS:g} s; name a higher speed."
@@ -483,19 +555,55 @@ class _Played:
             hash_ids=hash_ids,
             hash_offsets=hash_offsets,
             left_out=LeftOut(self.no_input, self.no_output),
-            notes=(*self._notes(), *blocks.notes, *_unit(self.format, due_ns)),
+            notes=(*notes, *self._notes(), *blocks.notes, *(_unit(self.format, due_ns) if turns is None else ())),
+            turns=turns,
         )
+
+    def _in_sessions(self, speed: float) -> tuple[list[int], Turns]:
+        """The rows session by session, each after those that it waits for, and which these are. Raises
+        WorkloadError."""
+        self.back = 0  # a session's own order counts
+        in_one = {turn.row for turns in self.turns.values() for turn in turns}
+        sessions = [[Pending(row, ())] for row in range(len(self.line)) if row not in in_one]
+        sessions += [list(self._pending(session, turns)) for session, turns in self.turns.items()]
+        sessions.sort(key=lambda session: self.at_ns[session[0].row])
+        try:
+            return planned(sessions, speed)
+        except WaitsForItself as circle:
+            raise WorkloadError(
+                f"{self.path} line {self.number[circle.row]} waits for itself, through what its session's turns have "
+                "as after; name earlier turns there."
+            ) from None
+
+    def _pending(self, session: str | int, turns: Sequence[_Turn]) -> Iterator[Pending]:
+        row_of = {turn.name: turn.row for turn in turns if turn.name is not None}
+        for place, turn in enumerate(turns):
+            if turn.after is not None:
+                for name in turn.after:
+                    if name not in row_of:
+                        raise WorkloadError(
+                            f"{self.path} line {turn.number} waits for the turn '{printable(str(name))}', which is not "
+                            f"among those of its session '{printable(str(session))}' that are played; name one of them."
+                        )
+                waits = tuple((row_of[name], turn.delay_ns or 0, False) for name in dict.fromkeys(turn.after))
+            elif not place:
+                waits = ()
+            elif turn.delay_ns is not None:
+                waits = ((turns[place - 1].row, turn.delay_ns, False),)
+            else:
+                waits = ((turns[place - 1].row, max(0, self.at_ns[turn.row] - self.at_ns[turns[place - 1].row]), True),)
+            if place and not waits:
+                raise WorkloadError(
+                    f"{self.path} line {turn.number} waits for no turn, which only the first of a session may; name "
+                    "one in its after."
+                )
+            yield Pending(turn.row, waits)
 
     def _notes(self) -> Iterator[str]:
         if self.back:
             yield (
                 f"{self.back} of its lines come before a line above them, by {self.most_back_ns / 1e9:g} s at the "
                 "most; they are sorted"
-            )
-        if self.delayed:
-            yield (
-                f"{self.delayed} later turns of its sessions have a delay and no time: they are sent that long after "
-                "the turn before them was"
             )
         if self.text_alone:
             yield (

@@ -254,7 +254,9 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations. ended: those whose turns all ended ok; None where turns that were planned have no record. failed:
     those with a turn that did not end ok. open: from the first turn due to the last ended or failed; thinking: from the
     end of a reply to the next turn due. think_time: how long that was, of the turns that were sent; turn_lag: how long
-    after that they left (sent - due)."""
+    after that they left (sent - due). Of sessions whose turns all ended ok: task: from their first turn due to their
+    last reply's end; tokens_wait: of that, how long a turn was due and not yet answered; tools: the rest, in which
+    tools ran or people thought."""
 
     begun: int
     ended: int | None
@@ -265,6 +267,9 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
     offered_sessions_per_s: float | None
     think_time_ms: Summary
     turn_lag_ms: Summary
+    task_ms: Summary | None = None
+    tokens_wait_ms: Summary | None = None
+    tools_ms: Summary | None = None
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,10 +36,18 @@ class Spans(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Rows of the table (p,): a turn, and the one after it in its session."""
+    """Rows of the table (p,): a turn, and the one after it in its session, which waited for it alone."""
 
     earlier: NDArray[np.int64]
     later: NDArray[np.int64]
+
+
+class _Ready(NamedTuple):
+    """Rows of the table (t,): turns, and when the last of those that they waited for had ended, -1 where one did
+    not."""
+
+    rows: NDArray[np.int64]
+    at_ns: NDArray[np.int64]
 
 
 def _ordered(measured: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -55,7 +63,25 @@ def _pairs(measured: Table) -> _Pairs:
     follows = (measured.session[earlier] == measured.session[later]) & (
         measured.turn[earlier] + 1 == measured.turn[later]
     )
+    if measured.afters:
+        follows &= ~np.isin(measured.id[later], list(measured.afters))
     return _Pairs(earlier[follows], later[follows])
+
+
+def _ready(measured: Table) -> _Ready:
+    earlier, later = _pairs(measured)
+    rows, at_ns = later.tolist(), measured.done_ns[earlier].tolist()
+    if measured.afters:
+        chosen = np.flatnonzero(measured.turn > 0)
+        places = zip(measured.session[chosen].tolist(), measured.turn[chosen].tolist(), strict=True)
+        row_of = dict(zip(places, chosen.tolist(), strict=True))
+        for (session, _), row in row_of.items():
+            after = [row_of.get((session, turn)) for turn in measured.afters.get(int(measured.id[row]), ())]
+            if after and None not in after:
+                ends_ns = [int(measured.done_ns[each]) for each in after]
+                rows.append(row)
+                at_ns.append(-1 if -1 in ends_ns else max(ends_ns))
+    return _Ready(np.array(rows, np.int64), np.array(at_ns, np.int64))
 
 
 def opened(measured: Table) -> Spans:
@@ -68,9 +94,9 @@ def opened(measured: Table) -> Spans:
 
 
 def thinking(measured: Table) -> Spans:
-    """When sessions were thinking, one span before each turn but the first that came to be due."""
-    earlier, later = _pairs(measured)
-    begin_ns, end_ns = measured.done_ns[earlier], measured.scheduled_ns[later]
+    """When sessions were thinking, or tools ran: a span before each turn but the first that came to be due."""
+    rows, begin_ns = _ready(measured)
+    end_ns = measured.scheduled_ns[rows]
     known = (begin_ns != -1) & (begin_ns < end_ns)
     return Spans(begin_ns[known], end_ns[known])
 
@@ -90,9 +116,10 @@ def build(measured: Table, rules: Convention, offered_per_s: float | None, compl
         return None
     whole = np.logical_and.reduceat(measured.ok[rows], first)
     begin_ns, end_ns = opened(measured)
-    earlier, later = _pairs(measured)
-    sent = (measured.sent_ns[later] != -1) & (measured.done_ns[earlier] != -1)
-    earlier, later = earlier[sent], later[sent]
+    ready = _ready(measured)
+    sent = (measured.sent_ns[ready.rows] != -1) & (ready.at_ns != -1)
+    later, ready_ns = ready.rows[sent], ready.at_ns[sent]
+    took_ns, waited_ns = (end_ns - begin_ns)[whole], _waited_ns(measured, rows, first)[whole]
     return SessionStats(
         begun=len(first),
         ended=int(whole.sum()) if complete else None,
@@ -101,9 +128,30 @@ def build(measured: Table, rules: Convention, offered_per_s: float | None, compl
         open_max=_most(Spans(begin_ns, end_ns)),
         thinking_max=_most(thinking(measured)),
         offered_sessions_per_s=offered_per_s,
-        think_time_ms=_summary(measured.scheduled_ns[later] - measured.done_ns[earlier], rules),
+        think_time_ms=_summary(measured.scheduled_ns[later] - ready_ns, rules),
         turn_lag_ms=_summary(measured.sent_ns[later] - measured.scheduled_ns[later], rules),
+        task_ms=_summary(took_ns, rules),
+        tokens_wait_ms=_summary(waited_ns, rules),
+        tools_ms=_summary(took_ns - waited_ns, rules),
     )
+
+
+def _waited_ns(measured: Table, rows: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How long each session (s,) waited for a reply at least: what its requests, from when they were due to their end,
+    cover together. rows, first: of `_ordered`."""
+    lengths = np.diff(np.append(first, len(rows)))
+    session = np.repeat(np.arange(len(first)), lengths)
+    begin_ns = measured.scheduled_ns[rows]
+    end_ns = np.maximum(begin_ns, measured.done_ns[rows])
+    order = np.lexsort((begin_ns, session))
+    begin_ns, end_ns = begin_ns[order], end_ns[order]
+    # the latest end so far in the same session, by ranks, which sessions can be kept apart by
+    ends_ns, rank = np.unique(end_ns, return_inverse=True)
+    latest = np.maximum.accumulate(session * len(ends_ns) + rank) - session * len(ends_ns)
+    before_ns = np.concatenate([begin_ns[:1], ends_ns[latest[:-1]]])
+    before_ns[first] = begin_ns[first]
+    waited: NDArray[np.int64] = np.add.reduceat(np.maximum(0, end_ns - np.maximum(begin_ns, before_ns)), first)
+    return waited
 
 
 def _most(spans: Spans) -> int:
@@ -146,15 +194,14 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
 
 
 def find(measured: Table) -> Iterator[Finding]:
-    """Whether the server kept what was said before: by its own counts a turn's prompt holds the prompt and the reply of
-    the turn before. Templates, and texts that are cut into tokens anew, may differ by a little."""
+    """Whether the server kept what was said before: by its own counts a turn's prompt holds what the turn repeats.
+    Templates, and texts that are cut into tokens anew, may differ by a little."""
     earlier, later = _pairs(measured)
     sent = measured.ok[earlier] & measured.ok[later]
     earlier, later = earlier[sent], later[sent]
     counts = (measured.prompt_tokens[earlier], measured.output_tokens[earlier], measured.prompt_tokens[later])
     known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
-    before, reply, after = (count[known] for count in counts)
-    said = before + reply
+    said, after = measured.shared_tokens[later][known], measured.prompt_tokens[later][known]
     dropped = after < said - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * said
     if dropped.any():
         yield Finding(

@@ -605,6 +605,14 @@ def part_tables(report: Report) -> Iterator[Table]:
         ]  # fmt: skip
         headers = ("from s", "to s", "requests", due, "finished/s", *_LATENCY_COLUMNS)
         yield Table(["phase, latency ms", *headers], rows, "By phase of the load")
+    if report.sessions is not None and report.sessions.task_ms is not None and report.sessions.task_ms.n:
+        parts = {
+            "to its end": report.sessions.task_ms,
+            "waiting for tokens": report.sessions.tokens_wait_ms,
+            "tools and people": report.sessions.tools_ms,
+        }
+        known = {name: summary for name, summary in parts.items() if summary is not None}
+        yield summaries("a session, ms", known, "Sessions, from first turn to last")
     if report.turns:
         rows = [
             [

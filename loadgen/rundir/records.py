@@ -44,6 +44,7 @@ PHASES = ("warmup", "measured")
 MOST_TURNS = 1 << 31  # of a session
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # as a column takes it
 _Shared = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Turn = Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)]
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -83,7 +84,8 @@ class Record(msgspec.Struct, kw_only=True):
     )  # when it was sent again, after a server that had no room; sent_ns is the first time
     shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
-    turn: Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)] | msgspec.UnsetType = msgspec.UNSET
+    turn: _Turn | msgspec.UnsetType = msgspec.UNSET
+    after: Sequence[_Turn] | msgspec.UnsetType = msgspec.UNSET  # turns that it waited for, if not the one before it
     itl_us: Sequence[int] = ()
 
 
@@ -170,6 +172,7 @@ class Table:
     answers_ns: dict[int, int] = field(default_factory=dict)
     models: dict[int, str] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=dict)
+    afters: dict[int, Sequence[int]] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
@@ -267,7 +270,7 @@ COLUMNS = (*_INTEGERS, "outcome", "phase")
 # what few requests have: by the names of a table, the field of a record
 BY_ID = {
     "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
-    "models": "model", "adapters": "adapter",
+    "models": "model", "adapters": "adapter", "afters": "after",
 }  # fmt: skip
 _OF_FEW = attrgetter(*BY_ID.values())
 _NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))

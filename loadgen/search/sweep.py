@@ -279,7 +279,7 @@ def _lasts(config: Config) -> str:
     load, last_s = config.load, None
     if load.streams is not None:
         last_s = load.duration_s
-    elif load.sessions is None and config.dataset is None and len(due_ns := load.due_ns()):
+    elif not load.in_sessions and config.dataset is None and len(due_ns := load.due_ns()):
         last_s = int(due_ns[-1]) / 1e9
     sent = "it lasts until its last reply" if last_s is None else f"its last request is due after {last_s:.0f} s"
     return f"{sent}; a reply may take {config.total_timeout:g} s"

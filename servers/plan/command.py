@@ -97,7 +97,7 @@ class PlanOptions:
     think_time: Annotated[NumberOrText | None, option(LOAD, "Seconds until the next turn, as of run.")] = None
     trace: Annotated[Path | None, option(LOAD, "Arrivals and lengths of real traffic, as of run.")] = None
     trace_format: Annotated[
-        Literal["mooncake", "azure", "burstgpt", "bailian"] | None, option(LOAD, "The trace's format.")
+        Literal["mooncake", "azure", "burstgpt", "bailian", "weka"] | None, option(LOAD, "The trace's format.")
     ] = None
     trace_speed: Annotated[float, option(LOAD, "The trace so many times as fast.")] = 1.0
     trace_limit: Annotated[Whole | None, option(LOAD, "At most this many of its requests.")] = None
@@ -185,6 +185,10 @@ class PlanOptions:
         load = config.load
         if load.trace is not None:
             load = load.within(longest)
+            if load.in_sessions:
+                raise ConfigError(
+                    "plan sizes for requests that arrive by themselves; leave a trace of agents to predict."
+                )
             if load.left_out:
                 terminal.say(f"note: of the trace these are left out: {load.left_out}.")
             for note in load.notes:

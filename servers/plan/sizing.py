@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Arrival as ArrivalLaw
 from loadgen.load.load import Load, draw_arrivals
-from loadgen.load.sessions import Turns
+from loadgen.load.turns import Turns
 from loadgen.rundir.emulation import kind_of_load
 from loadgen.search.objective import METRICS
 from loadgen.steady.keeping_up import Flow, KeepingUp, judge
@@ -115,7 +115,8 @@ class Demand:
         sessions = self.load.sessions
         if not thinking:
             sessions = msgspec.structs.replace(sessions, think_time=fixed(0))
-        turns = sessions.drawn(count, self.load.seed)
+        turns = msgspec.structs.replace(self.load, requests=count, sessions=sessions).turns()
+        assert turns is not None
         bound = 1 << count.bit_length()
         if bound not in self._drawn_sessions:
             self._drawn_sessions[bound] = self._turns_of(bound)

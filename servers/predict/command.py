@@ -29,8 +29,8 @@ from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, Placeme
 from loadgen.document import html
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
-from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
+from loadgen.load.turns import Turns
 from loadgen.option_types import ShownOptions, names, offers, option
 from loadgen.plan import planned_load, read_dataset, unkept
 from loadgen.rundir import records
@@ -45,8 +45,8 @@ COUNTED_TOGETHER = 4096  # requests
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
-    "prefix", "sessions", "turns", "think_time", "cancel", "adapters", "trace", "trace_format", "trace_speed",
-    "trace_limit", "trace_from", "trace_block_tokens",
+    "prefix", "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "cancel", "adapters",
+    "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens",
     "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
@@ -201,7 +201,10 @@ def _requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     if (turns := load.turns()) is not None:
         due_s = np.repeat(due_s, np.diff(turns.first)[: len(due_s)])
     if isinstance(shapes, TraceShapes) and len(due_s) == len(shapes):
-        return (Arrival(at_s, *shape[:3]) for at_s, shape in zip(map(float, due_s), shapes.in_common(), strict=True))
+        arrivals = (
+            Arrival(at_s, *shape[:3]) for at_s, shape in zip(map(float, due_s), shapes.in_common(), strict=True)
+        )
+        return arrivals if turns is None else list(arrivals)
     return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
@@ -335,6 +338,7 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
         itl_us=tokens.gaps_us,
         itl_offsets=np.concatenate(([0], np.cumsum(np.maximum(tokens.counts - 1, 0)))),
         errors={shapes.id(number): why for number, why in failed.items()},
+        afters={} if turns is None else {shapes.id(each): of for each in numbers if (of := turns.after(each))},
     )
 
 

@@ -24,7 +24,7 @@ from loadgen import rundir
 from loadgen.config import Config
 from loadgen.load.choices import Cancels
 from loadgen.load.load import Load, Streams
-from loadgen.load.sessions import Turns
+from loadgen.load.turns import Going, Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.engine import Engine, place_s
@@ -291,8 +291,8 @@ def simulate_sessions(
 ) -> list[Outcome]:
     """Runs sessions, whose turns follow each other in `arrivals` as in `turns`, and gives the outcomes in that order. A
     session's first turn is sent when it arrives, or in a closed loop of `streams` when a session before it has ended;
-    each other turn when people have thought since the last token of the reply before it. A turn that the server refuses
-    ends its session: its later turns are dropped. Raises EmulationError as `simulate` does."""
+    each other turn when what it waits for is over, of replies their last token. A turn that the server refuses has
+    those that wait for it dropped. Raises EmulationError as `simulate` does."""
     return _Sessions(emulated, arrivals, turns, streams).run()
 
 
@@ -309,6 +309,7 @@ class _Sessions:
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
+        self._sessions = Going(turns, in_seconds=True)
         if streams is None:
             self._due = [(arrivals[number].at_s, number) for number in begins]
         else:
@@ -342,6 +343,9 @@ class _Sessions:
 
     def _send(self, at_s: float, number: int) -> None:
         _, prompt, output, segments, adapter = self._arrivals[number]
+        session, turn = self._turns.place(number)
+        if not turn:
+            self._sessions.begin(session)
         outcome = self._outcomes[number] = Outcome(number, prompt, output, at_s)
         sequence = Sequence(number, prompt, output, segments, adapter)
         try:
@@ -360,18 +364,18 @@ class _Sessions:
                 self._ended(sequence.index, place_s(first_s, gap_s, place))
 
     def _ended(self, number: int, at_s: float) -> None:
-        if not self._turns.is_last(number):
-            begin_s = self._outcomes[number].sent_s if self._turns.from_due else at_s
-            heapq.heappush(self._due, (max(begin_s + self._turns.think_ns(number + 1) / 1e9, at_s), number + 1))
-        elif self._streams is not None:
-            heapq.heappush(self._due, (at_s, self._ANY))
+        for later, due_s in self._sessions.ended(number, self._outcomes[number].sent_s, at_s):
+            heapq.heappush(self._due, (due_s, later))
+        self._free(number, at_s)
 
     def _give_up(self, refused: int, at_s: float) -> None:
-        session, turn = self._turns.place(refused)
-        for later in range(refused + 1, self._turns.begin(session + 1)):
-            why = f"turn {turn + 1} of its session failed (http_error)"
+        why = f"turn {self._turns.place(refused)[1] + 1} of its session failed (http_error)"
+        for later in self._sessions.failed(refused):
             self._outcomes[later] = Outcome(later, 0, self._arrivals[later].output, at_s, status=None, dropped=why)
-        if self._streams is not None:
+        self._free(refused, at_s)
+
+    def _free(self, number: int, at_s: float) -> None:
+        if self._streams is not None and self._turns.place(number)[0] not in self._sessions:
             heapq.heappush(self._due, (at_s, self._ANY))
 
 

@@ -38,6 +38,12 @@ def mooncake(timestamp_ms: int, input_tokens: int, hash_ids: str) -> str:
     return f'{{"timestamp": {timestamp_ms}, {lengths}, "hash_ids": {hash_ids}}}\n'
 
 
+def turn(timestamp_ms: int, name: str, *after: str) -> str:
+    """A line of a trace whose sessions' turns wait for each other."""
+    fields = {"timestamp": timestamp_ms, "input_length": 6, "output_length": 5, "session_id": "s", "turn": name}
+    return json.dumps(fields | ({"after": after} if after else {})) + "\n"
+
+
 def sweep(options: str) -> str:
     """The beginning of a sweep."""
     order = '[{"directory": "rate-1", "value": "1", "seed": 0}, {"directory": "rate-2", "value": "2", "seed": 1}]'
@@ -100,6 +106,8 @@ FILES = {
     "three_of_four/config.json": llama(num_key_value_heads=3), "odd_heads/config.json": llama(hidden_size=60),
     "pairs.txt": "512 128\n512\n",
     "trace.jsonl": mooncake(0, 600, "[1, 2]") + mooncake(90, 600, "[1, 3]"),
+    "circle.jsonl": turn(0, "a", "b") + turn(1, "b", "a"), "unknown.jsonl": turn(0, "a") + turn(1, "b", "c"),
+    "no_session.json": '{"id": "a", "block_size": 64, "requests": [{"t": -1}]}',
     "backwards.jsonl": mooncake(1090, 6, "[1]") + mooncake(0, 6, "[1]"),
     "negative.jsonl": mooncake(0, 6, "[1]") + mooncake(3, -6, "[1]"),
     "few_ids.jsonl": mooncake(0, 1200, "[1, 2]") + mooncake(0, 6, "[1, 2]"),

@@ -118,6 +118,25 @@ def test_its_queue_is_what_the_client_waits_for(url: str, loadgen: Loadgen, tmp_
         assert after[f"llamacpp:{series}"] - before[f"llamacpp:{series}"] >= tokens
 
 
+def test_agents_begin_others_and_wait_for_them(url: str, loadgen: Loadgen, tmp_path: Path) -> None:
+    """Each reply begins two others side by side; no turn is sent before what it waits for has ended."""
+    out = tmp_path / "run"
+    report = loadgen(
+        "run", "--backend", "llamacpp", "--url", url, "--sessions", "2", "--turns", "2", "--subagents", "1:2:2",
+        "--think-time", "0.05", "--input-tokens", "8", "--first-tokens", "24", "--output-tokens", "4", "--warmup", "2",
+        "--no-calibrate", "--out", out,
+    ).result()  # fmt: skip
+    assert report["requests"]["ok"] == 12 and report["sessions"]["ended"] == 2
+    table = records.read(out)[0].measured()
+    row_of = {(int(table.session[row]), int(table.turn[row])): row for row in range(len(table))}
+    for (session, turn), row in row_of.items():
+        for before in table.afters.get(int(table.id[row]), [turn - 1] if turn > 1 else []):
+            assert table.sent_ns[row] >= table.scheduled_ns[row] >= table.done_ns[row_of[session, before]]
+    assert [table.afters[int(table.id[row_of[0, turn]])] for turn in (4, 6)] == [[1], [1, 3, 5]]
+    parts = [report["sessions"][name]["mean"] for name in ("task_ms", "tokens_wait_ms", "tools_ms")]
+    assert parts[0] == pytest.approx(parts[1] + parts[2]) and parts[2] >= 0
+
+
 def test_sessions_repeat_what_was_said_and_find_it_in_the_cache(url: str, loadgen: Loadgen, tmp_path: Path) -> None:
     done = loadgen(
         "run", "--backend", "llamacpp", "--url", url, "--sessions", "2", "--turns", "4", "--think-time", "0.05",

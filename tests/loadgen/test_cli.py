@@ -73,6 +73,9 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "sessions": (["9"], 9),
     "turns": (["uniform:2:6"], "uniform:2:6"),
     "think_time": (["0.5"], 0.5),
+    "first_tokens": (["1000"], 1000),
+    "subagents": (["0.1:2:4"], "0.1:2:4"),
+    "context_tokens": (["8192"], 8192),
     "cancel": (["0.05"], 0.05),
     "retries": (["3"], 3),
     "adapters": (["a:0.5,base:0.5"], "a:0.5,base:0.5"),
@@ -139,7 +142,7 @@ NEEDS = {
         name: ["--trace", "t.jsonl"]
         for name in ("trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens")
     },
-    **{name: ["--sessions", "9"] for name in ("turns", "think_time")},
+    **{name: ["--sessions", "9"] for name in ("turns", "think_time", "first_tokens", "subagents", "context_tokens")},
     "ca": ["--url", "https://127.0.0.1:8000"],
     "insecure": ["--url", "https://127.0.0.1:8000"],
     "server_python": ["--launch", "process"],

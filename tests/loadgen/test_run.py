@@ -121,6 +121,33 @@ def test_sessions(tmp_path: Path) -> None:
     assert loadgen("report", str(out))[0] == report
 
 
+def test_agents(tmp_path: Path) -> None:
+    """From the embedded server, and predicted: the same turns wait for the same ones, and a session's time is the sum of
+    its parts."""
+    agents = (
+        "--sessions", "3", "--turns", "3", "--subagents", "0.6:2:2", "--think-time", "0.02", "--prefix", "1:32",
+        "--first-tokens", "uniform:40:60", "--input-tokens", "uniform:5:20", "--output-tokens", "uniform:2:6",
+        "--context-tokens", "140",
+    )  # fmt: skip
+    out = tmp_path / "run"
+    report, shown = loadgen("run", "--launch", "embedded", "--backend", "vllm", *FAST, *agents, "--out", str(out))
+    rows = [line for line in map(json.loads, (out / "requests.jsonl").read_text().splitlines()) if "turn" in line]
+    row_of = {(row["session"], row["turn"]): row for row in rows}
+    for (session, turn), row in row_of.items():
+        after = row.get("after", [turn - 1] if turn > 1 else [])
+        assert all(row_of[session, each]["done_ns"] <= row["scheduled_ns"] <= row["sent_ns"] for each in after)
+    found = report["sessions"]
+    assert report["requests"]["ok"] == len(rows) and found["ended"] == 3
+    assert found["task_ms"]["mean"] == pytest.approx(found["tokens_wait_ms"]["mean"] + found["tools_ms"]["mean"])
+    assert "waiting for tokens" in (out / "report.html").read_text() and "waiting for tokens" in shown
+    assert not {finding["code"] for finding in report["verdict"]["findings"]} & {"HISTORY_DROPPED", "PROMPT_LENGTH"}
+    told, _ = loadgen("predict", "--gpu", "h200", *agents, "--out", str(tmp_path / "told"))
+    assert told["sessions"]["ended"] == 3
+    predicted = map(json.loads, (tmp_path / "told" / "requests.jsonl").read_text().splitlines())
+    afters = {row["id"]: row.get("after") for row in predicted if "turn" in row}
+    assert afters == {row["id"]: row.get("after") for row in rows} and any(afters.values())
+
+
 def last_snapshot(directory: Path) -> tuple[str, int]:
     """The state that a run's snapshot tells, and how many requests were well."""
     told = json.loads((directory / "snapshot.json").read_text())

@@ -193,7 +193,7 @@ def _load(run: Shown) -> str:
         *(
             f"{name.replace('_', ' ')} {config[name]}"
             for name in ("duration", "input_tokens", "output_tokens", "dataset", "trace", "prefix",
-                         "sessions", "turns", "think_time", "seed")
+                         "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "seed")
             if config.get(name) is not None
         ),
     ]  # fmt: skip

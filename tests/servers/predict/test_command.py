@@ -20,8 +20,8 @@ from loadgen.cli import invoke
 from loadgen.config import Config
 from loadgen.load import shapes as load_shapes
 from loadgen.load.load import Load
-from loadgen.load.sessions import Turns
 from loadgen.load.shapes import Shapes, TraceShapes
+from loadgen.load.turns import Turns
 from loadgen.report import build
 from loadgen.rundir import records
 from servers.predict import command as predict

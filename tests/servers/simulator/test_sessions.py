@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from loadgen.config import Config
 from loadgen.load.load import Load, parse_streams
-from loadgen.load.sessions import SessionShapes, Turns
+from loadgen.load.sessions import SessionShapes
 from loadgen.load.shapes import Shapes
+from loadgen.load.turns import Turns
 from servers.app import DIALECTS
 from servers.predict import command as predict
 from servers.schedulers import Sequence
