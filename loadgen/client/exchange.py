@@ -351,6 +351,7 @@ class Exchange:
             first_tokens=first_tokens(
                 self.output_tokens, itl_us, self.carried, 0 if self.reasoning else self.reasoning_tokens
             ),
+            reasoning_tokens=self.reasoning_tokens or len(self.reasoning) or UNSET,
             answer_ns=answer_ns - t0_ns if streamed and answer_ns >= 0 else UNSET,
             asked_prompt_tokens=self.asked_prompt_tokens,
             asked_tokens=self.asked_tokens,

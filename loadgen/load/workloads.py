@@ -20,8 +20,9 @@ OPTIONS: dict[WorkloadName, dict[str, int | str]] = {
     "agentic": {
         "sessions": 64, "concurrency": 8,
         "turns": "lognormal:16:1.7:1:200", "think_time": "lognormal:0.3:3:0:216",
-        "prefix": "1:11000", "first_tokens": "normal:12367:450:11264:13744", "output_tokens": "lognormal:200:1.4:1:8192",
-        "input_tokens": "lognormal:790:1.3:1:12800", "subagents": "0.02:2:8", "context_tokens": 131072,
+        "prefix": "1:11000", "first_tokens": "normal:12367:450:11264:13744",
+        "output_tokens": "lognormal:200:1.4:1:8192", "input_tokens": "lognormal:790:1.3:1:12800",
+        "subagents": "0.02:2:8", "context_tokens": 131072,
     },
     "paper": {"requests": 1000, "input_tokens": 512, "arrival": "burst"},
     "llm-perf": {"requests": 10, "input_tokens": 256, "output_tokens": 1000, "concurrency": 1},

@@ -29,7 +29,7 @@ from loadgen.document import html, markdown
 from loadgen.document.content import Document
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
-from loadgen.report import abandoned, findings, metrics, schema, sessions, sharing, slices, stalls
+from loadgen.report import abandoned, findings, metrics, reasoning, schema, sessions, sharing, slices, stalls
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.pages import charts, parts, run, runs
@@ -184,18 +184,10 @@ def _on_the_wire(
         "wire": manifest.wire,
         "quick_acks": bool(manifest.config.get("quick_acks")),
         "imported": "" if manifest.imported is None else manifest.imported.tool,
-        "ttft_answer_ms": _answer(measured, rules),
+        "ttft_answer_ms": reasoning.ttft_answer(measured, rules),
+        "reasoning": reasoning.build(measured, rules),
         "ttft_of_delivery": findings.is_delivery(measured),
     }
-
-
-def _answer(measured: Table, rules: Convention) -> metrics.Summary | None:
-    """None where no reply told its reasoning apart."""
-    if not measured.answers_ns:
-        return None
-    answer_ns = np.array([measured.answers_ns.get(number, -1) for number in measured.id.tolist()])
-    told = measured.ok & (answer_ns != -1) & (measured.sent_ns != -1)
-    return metrics.summary(metrics.defined((answer_ns - measured.sent_ns)[told] / 1e6), rules.percentile)
 
 
 def _burst(measured: Table) -> schema.Burst | None:

@@ -170,6 +170,18 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Summary]
 
 
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """Replies that ended ok and thought before they answered. thinking_ratio: of their output tokens. Of those that
+    told it apart: thinking: from the first token to the answer's first; answer_tpot: between the tokens of the
+    answer."""
+
+    replies: int
+    thinking_tokens_mean: float
+    thinking_ratio: float
+    thinking_ms: Summary
+    answer_tpot_ms: Summary
+
+
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that the client gave up, and whether the server stopped its work for them: told by others that waited.
     events: that had come of their replies. refilled_ms: of those that were given up, and of replies that ended, while
@@ -391,6 +403,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     abandoned: Abandoned | None = None
     resent: Resent | None = None
     by_adapter: list[AdapterStats] = []
+    reasoning: Reasoning | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

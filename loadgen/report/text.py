@@ -26,6 +26,7 @@ from loadgen.report.schema import (
     Lengths,
     Numbers,
     PhaseStats,
+    Reasoning,
     Report,
     Requests,
     ServerRequests,
@@ -232,8 +233,20 @@ def _load_lines(report: Report) -> Iterator[str]:
         yield f"Offered: {number(offered)} requests/s in the mean, as they were drawn."
     if report.steady is not None:
         yield from _steady_lines(report.steady)
+    if report.reasoning is not None:
+        yield _reasoning_line(report.reasoning)
     if report.sessions is not None:
         yield from _sessions_lines(report.sessions)
+
+
+def _reasoning_line(reasoning: Reasoning) -> str:
+    line = (
+        f"Reasoning: {number(reasoning.replies)} replies thought for {number(reasoning.thinking_tokens_mean)} tokens "
+        f"in the mean, {number(100 * reasoning.thinking_ratio)} % of their output"
+    )
+    if reasoning.thinking_ms.mean is None:
+        return f"{line}; none of it was told apart as it came."
+    return f"{line}, and for {number(reasoning.thinking_ms.mean / 1000)} s from the first token to the answer."
 
 
 KEPT_UP = {
@@ -322,13 +335,15 @@ def _sharing_line(sharing: Sharing) -> str:
 
 
 def latencies(report: Report) -> Iterator[tuple[str, Summary]]:
-    """The rows of the table; ttft of the answer too, where reasoning is told apart; of cold and warm requests, where
-    prompts begin alike and the server did not count that it kept nothing."""
+    """The rows of the table; ttft and tpot of the answer too, where reasoning is told apart; of cold and warm requests,
+    where prompts begin alike and the server did not count that it kept nothing."""
     for name, summary in report.metrics.items():
         delivered = name == "ttft_ms" and report.ttft_of_delivery
         yield "ttft, of a delivery" if delivered else name.removesuffix("_ms"), summary
         if name == "ttft_ms" and report.ttft_answer_ms is not None:
             yield "ttft, of the answer", report.ttft_answer_ms
+        if name == "tpot_ms" and report.reasoning is not None and report.reasoning.answer_tpot_ms.n:
+            yield "tpot, of the answer", report.reasoning.answer_tpot_ms
         if name == "ttft_ms" and report.sharing is not None and report.sharing.cached_tokens != 0:
             yield "ttft, cold", report.sharing.ttft_cold_ms
             yield "ttft, warm", report.sharing.ttft_warm_ms

@@ -78,6 +78,7 @@ class Record(msgspec.Struct, kw_only=True):
     server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
     model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
     adapter: str | msgspec.UnsetType = msgspec.UNSET  # of the model, that was asked for
+    reasoning_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the output, thought before the answer
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     resent_ns: Sequence[int] | msgspec.UnsetType = (
         msgspec.UNSET
@@ -173,6 +174,7 @@ class Table:
     models: dict[int, str] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=dict)
     afters: dict[int, Sequence[int]] = field(default_factory=dict)
+    reasoning: dict[int, int] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
@@ -270,7 +272,7 @@ COLUMNS = (*_INTEGERS, "outcome", "phase")
 # what few requests have: by the names of a table, the field of a record
 BY_ID = {
     "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
-    "models": "model", "adapters": "adapter", "afters": "after",
+    "models": "model", "adapters": "adapter", "afters": "after", "reasoning": "reasoning_tokens",
 }  # fmt: skip
 _OF_FEW = attrgetter(*BY_ID.values())
 _NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))

@@ -122,8 +122,8 @@ def test_sessions(tmp_path: Path) -> None:
 
 
 def test_agents(tmp_path: Path) -> None:
-    """From the embedded server, and predicted: the same turns wait for the same ones, and a session's time is the sum of
-    its parts."""
+    """From the embedded server, and predicted: the same turns wait for the same ones, and a session's time is the sum
+    of its parts."""
     agents = (
         "--sessions", "3", "--turns", "3", "--subagents", "0.6:2:2", "--think-time", "0.02", "--prefix", "1:32",
         "--first-tokens", "uniform:40:60", "--input-tokens", "uniform:5:20", "--output-tokens", "uniform:2:6",

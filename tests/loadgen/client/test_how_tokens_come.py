@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -161,20 +162,48 @@ def test_a_reply_in_one_piece_has_no_pace(tokens: int, itl_ms: int) -> None:
     assert "BUFFERED" in {finding.code for finding in report.verdict.findings}
 
 
-def test_reasoning_that_is_told_apart_has_its_own_first_token() -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_reasoning_that_is_told_apart_has_its_own_first_token_and_pace(counted: bool) -> None:
+    """It thinks for 3 tokens, 100 ms apart, and answers with 3 that come 100 ms and 300 ms apart."""
     done: list[Exchange] = []
     backend = backends.get("openai-chat")
     exchange = Exchange(0, "measured", 0, 4, 6, backend.decoder(True), done.append)
     exchange.sent_ns = 0
     exchange.headers(200, MS)
     for at, delta in enumerate([{"reasoning_content": "a"}] * 3 + [{"content": "b"}] * 3, 1):
-        exchange.body(_frame({"choices": [{"index": 0, "delta": delta}]}), 100 * at * MS)
-    exchange.body(_frame({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), 600 * MS)
-    usage = {"prompt_tokens": 4, "completion_tokens": 6, "completion_tokens_details": {"reasoning_tokens": 3}}
-    exchange.body(_frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n", 600 * MS)
-    exchange.eof(600 * MS, backend.error_message)
-    assert exchange.times == array("q", [100 * at * MS for at in range(1, 7)])
+        exchange.body(_frame({"choices": [{"index": 0, "delta": delta}]}), (100 * at + 200 * (at == 6)) * MS)
+    exchange.body(_frame({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), 800 * MS)
+    usage: dict[str, Any] = {"prompt_tokens": 4, "completion_tokens": 6}
+    if counted:
+        usage["completion_tokens_details"] = {"reasoning_tokens": 3}
+    exchange.body(_frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n", 800 * MS)
+    exchange.eof(800 * MS, backend.error_message)
+    assert exchange.times == array("q", [100 * at * MS for at in (1, 2, 3, 4, 5, 8)])
     report = report_of(exchange.record(0, streamed=True))
+    thought = report.reasoning
+    assert thought is not None and (thought.replies, thought.thinking_tokens_mean, thought.thinking_ratio) == (
+        1,
+        3,
+        0.5,
+    )
+    assert thought.thinking_ms.p50 == 300 and thought.answer_tpot_ms.p50 == 200
     assert report.metrics["ttft_ms"].p50 == 100
     assert report.ttft_answer_ms is not None and report.ttft_answer_ms.p50 == 400
-    assert report.metrics["tpot_ms"].p50 == 100
+    assert report.metrics["tpot_ms"].p50 == 140
+
+
+def test_hidden_reasoning_has_a_share_and_no_time() -> None:
+    done: list[Exchange] = []
+    backend = backends.get("openai-chat")
+    exchange = Exchange(0, "measured", 0, 4, 12, backend.decoder(True), done.append)
+    exchange.sent_ns = 0
+    exchange.headers(200, MS)
+    for at in range(1, 4):
+        exchange.body(_frame({"choices": [{"index": 0, "delta": {"content": "b"}}]}), (1000 + 100 * at) * MS)
+    exchange.body(_frame({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), 1300 * MS)
+    usage = {"prompt_tokens": 4, "completion_tokens": 12, "completion_tokens_details": {"reasoning_tokens": 9}}
+    exchange.body(_frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n", 1300 * MS)
+    exchange.eof(1300 * MS, backend.error_message)
+    thought = report_of(exchange.record(0, streamed=True)).reasoning
+    assert thought is not None and thought.thinking_ratio == 0.75 and thought.thinking_ms.n == 0
+    assert thought.answer_tpot_ms.n == 0  # tpot is that of the answer already
