@@ -35,13 +35,21 @@ class UserError(Exception):
     """A mistake of the user. Its text is one sentence that says what is wrong and what to do; the program prints it
     without a traceback and ends with `exit_code`."""
 
-    exit_code = BAD_OPTIONS
+    exit_code: int = BAD_OPTIONS
 
 
 class FailedError(UserError):
     """Nothing was wrong with the options, but a server, Docker or a GPU failed."""
 
     exit_code = FAILED
+
+
+class Stopped(UserError):
+    """A signal ended a measurement, and nothing is known of what went on. exit_code: as a shell has it."""
+
+    def __init__(self, sentence: str = "stopped.", exit_code: int | None = None) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code or STOPPED
 
 
 def check_least(error: type[UserError], least: int, **values: object) -> None:

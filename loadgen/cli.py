@@ -20,7 +20,7 @@ from cyclopts import App, Group, Parameter
 import backends
 from backends import exit_codes
 from backends.foreign_files import read_named
-from backends.untrusted import escaped, without_secrets
+from backends.untrusted import without_secrets
 from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
@@ -68,17 +68,13 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
         return exit_codes.OK
     one_run = Run(config, directory, run_id, terminal.note)
     one_run.check()
-    made = rundir.create(directory, private=config.dataset is not None)
     repeated = config.repeat > 1
     if repeated:
         from loadgen.report import repeats
         from loadgen.search import repeat
-    with rundir.alone(directory), Stop() as stop:
+    with rundir.measuring(directory, private=config.dataset is not None), Stop() as stop:
         one_run.stop = stop
-        try:
-            code = run_to_end(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
-        finally:
-            rundir.remove_if_empty(directory, made)
+        code = run_to_end(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
         if repeated and repeats.is_repeated(directory):
             of_runs = report_repeats(directory, brief=terminal.is_watched())
             code = of_runs if code is None else code
@@ -105,14 +101,13 @@ def sweep(
     planned = sweeping.prepare(options or SweepOptions(), terminal.note)
     code = None
     with Stop() as stop, sweeping.alone(planned):
-        if planned.waiting:
+        if planned.series.waiting:
             code = run_to_end(sweeping.measure(planned, stop), lambda: planned.began)
         if planned.began:
             of_runs = report_sweep(planned.directory, brief=terminal.is_watched())
             code = of_runs if code is None else code
-    if planned.waiting and planned.directory.exists():
-        left = f"{len(planned.waiting)} of {len(planned.runs)}"
-        say(f"{left} runs are left for `loadgen sweep --resume {planned.directory}`")
+    if planned.series.waiting and planned.directory.exists():
+        say(planned.series.remainder("loadgen sweep", planned.directory))
     return stop.exit_code or code or exit_codes.OK
 
 
@@ -381,7 +376,7 @@ def list_runs(
     from time import localtime, strftime
 
     from loadgen import summary
-    from loadgen.document.content import number
+    from loadgen.document.content import Table, number
     from loadgen.rundir import listing
 
     try:
@@ -390,13 +385,14 @@ def list_runs(
         raise rundir.RunError(
             f"cannot list {directory}: {error.strerror or error}; name a directory of runs."
         ) from None
-    rows = [["run", "written", "kind", "verdict", "tokens/s", "ttft", "tpot", "of"]]
+    rows = []
     for run in found:
         verdict = {None: "-", True: "VALID", False: "INVALID"}[run.valid]
         what = f"emulated {run.what}" if run.emulated else run.what
         written = strftime("%Y-%m-%d %H:%M", localtime(run.written_unix_s))
-        rows.append([escaped(run.directory.name), written, run.kind, verdict, *map(number, run.numbers), escaped(what)])
-    for line in summary.table(rows, terminal.columns(sys.stdout) if sys.stdout.isatty() else terminal.UNBROKEN):
+        rows.append([run.directory.name, written, run.kind, verdict, *map(number, run.numbers), what])
+    table = Table(["run", "written", "kind", "verdict", "tokens/s", "ttft", "tpot", "of"], rows)
+    for line in summary.table(table, terminal.columns(sys.stdout) if sys.stdout.isatty() else terminal.UNBROKEN):
         print(line.plain)
     return exit_codes.OK
 

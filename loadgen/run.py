@@ -11,7 +11,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 
 import backends
 from backends import exit_codes, gpus
-from backends.exit_codes import FailedError
+from backends.exit_codes import FailedError, Stopped
 from backends.launch import LaunchError
 from backends.protocol import Account, Backend, HttpRequest, ServerInfo
 from backends.untrusted import masked
@@ -57,10 +57,6 @@ if TYPE_CHECKING:  # most runs start no server and use no cluster: what these st
 
 BEFORE = "before the load began"
 Say = Callable[[str], None]  # a line for the person who watches
-
-
-class Stopped(Exception):
-    """A signal ended the run before there was anything to report. One sentence."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +150,9 @@ class Run:
     async def measure_one(self, served: Served, when: str = BEFORE, watch: Progress | None = None) -> None:
         """One of several on a server that is there, in its own directory, which goes again where it stays empty. A
         signal ends it in good order."""
-        made = rundir.create(self.directory, private=self.config.dataset is not None)
-        try:
-            with stoppable(self.stop, when):
-                async with self.sidecar() as monitor:
-                    await self.measure_on(served, monitor, watch)
-        finally:
-            rundir.remove_if_empty(self.directory, made)
+        with rundir.measuring(self.directory, private=self.config.dataset is not None), stoppable(self.stop, when):
+            async with self.sidecar() as monitor:
+                await self.measure_on(served, monitor, watch)
 
     async def measure_on(self, served: Served, monitor: Monitor, watch: Progress | None = None) -> None:
         """Sends the load to a server that is there, and leaves the records. watch: is given the clients' snapshots."""
@@ -426,6 +418,32 @@ class Run:
             self.say(trouble)
 
 
+@dataclass(frozen=True)
+class NextRun:
+    """One of several runs on one server. over: called in a thread when it was measured. watch: is given the clients'
+    snapshots."""
+
+    run: Run
+    over: Callable[[], object]
+    watch: Progress | None = None
+
+
+async def measure_each(
+    whole: Run, runs: Callable[[Served], AsyncGenerator[NextRun, None]], when: str = BEFORE
+) -> None:
+    """One run after another on one start of the server of `whole`; `runs` is asked for the next one when the one before
+    is over. A signal ends the run that it meets in good order, and no other begins. Raises as `Run.measure` does; the
+    runs before are kept."""
+    with stoppable(whole.stop, when):
+        async with whole.served() as served, contextlib.aclosing(runs(served)) as following:
+            while whole.stop.number is None:
+                with stoppable(whole.stop, when):
+                    if (one := await anext(following, None)) is None:
+                        return
+                    await one.run.measure_one(served, when, one.watch)
+                    await asyncio.to_thread(one.over)
+
+
 def target_of(config: Config) -> Target:
     """Where --url points, with the key, the headers and the certificates of the options. Raises ConfigError."""
     token = None if config.api_key_env is None else from_environment(config.api_key_env, "--api-key-env")
@@ -455,7 +473,7 @@ def run_to_end(measuring: Coroutine[object, object, None], began: Callable[[], b
     except Stopped as error:
         if not began():
             say_error("loadgen", error)
-        return exit_codes.STOPPED
+        return error.exit_code
     return None
 
 
@@ -470,7 +488,7 @@ def stoppable(stop: Stop, when: str = BEFORE) -> Iterator[None]:
         yield
     except asyncio.CancelledError:
         if stop.number is not None:
-            raise Stopped(f"stopped {when}; nothing was measured.") from None
+            raise Stopped(f"stopped {when}; nothing was measured.", stop.exit_code) from None
         raise
 
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from backends.untrusted import escaped
 from loadgen import terminal
-from loadgen.document.content import Document, made_by, number
-from loadgen.document.terminal import render
+from loadgen.document import terminal as renderer
+from loadgen.document.content import Document, Table, made_by, number
 from loadgen.report import sweeps
 from loadgen.report.build import ReportError
 from loadgen.report.finding import Finding
@@ -46,7 +47,7 @@ def publish(
     if screen is not None:
         terminal.show(screen(terminal.columns(sys.stderr)))
     else:
-        terminal.result(render(document, terminal.width(sys.stderr)))
+        terminal.result(renderer.render(document, terminal.width(sys.stderr)))
     try:
         write()
         several.write(page, document, text, figures=terminal.OUTPUT.figures)
@@ -85,13 +86,14 @@ def of_sweep(swept: Swept, columns: int) -> list[Text]:
     ]
     head += _quick_acks(bool(swept.plan.options.get("quick_acks")), columns)
     unit = f", {swept.plan.unit}" if swept.plan.unit else ""
-    rows = [[escaped(swept.plan.varies) + unit, "runs", *SWEPT, "verdict"]]
+    rows = []
     for point in swept.points:
         verdict_of = "-" if not point.runs else "VALID" if point.valid else "INVALID"
         values = [number(sweeps.mean(point, name)) for name in SWEPT.values()]
-        rows.append([escaped(point.value), f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict_of])
+        rows.append([point.value, f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict_of])
     wrong = [f"{run.directory}: {' '.join(run.reasons)}" for run in begun if run.reasons]
-    return of_table(head, rows, [*wrong, "Latencies are in milliseconds."], columns)
+    points = Table([swept.plan.varies + unit, "runs", *SWEPT, "verdict"], rows)
+    return of_table(head, points, [*wrong, "Latencies are in milliseconds."], columns)
 
 
 def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
@@ -101,41 +103,37 @@ def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
     head = [*verdict, *_emulated("emulated" * repeated.emulated, columns), *wrapped(Text(what), columns)]
     head += _quick_acks(repeated.quick_acks, columns)
     names = [f"{name.removesuffix('_ms')}_{statistic}" for name in LATENCIES for statistic in ("p50", "p99")]
-    rows = [["", "mean", "runs", "95 % CI"]]
+    rows = []
     for name in ("requests_per_s", "output_tokens_per_s", *names):
         if (over := repeated.metrics.get(name)) is not None and over.mean is not None:
             interval = f"{number(over.ci[0])} to {number(over.ci[1])}" if over.ci else "-"
             rows.append([name, number(over.mean), " ".join(map(number, over.runs)), interval])
     wrong = [f"{run.directory}: {' '.join(run.reasons)}" for run in repeated.runs if run.reasons]
-    return of_table(head, rows, [*wrong, "Latencies are in milliseconds."], columns)
+    metrics = Table(["", "mean", "runs", "95 % CI"], rows)
+    return of_table(head, metrics, [*wrong, "Latencies are in milliseconds."], columns)
 
 
-def of_table(head: Sequence[Text], rows: Sequence[Sequence[str]], remarks: Sequence[str], columns: int) -> list[Text]:
-    """A screen around a table, whose first row is its heading. Columns that do not fit are left out, the last but one
-    first; of rows that do not fit the last are kept."""
-    lines = table(rows, columns)
+def of_table(head: Sequence[Text], of: Table, remarks: Sequence[str], columns: int) -> list[Text]:
+    """A screen around a table. Of rows that do not fit the last are kept."""
+    lines = table(of, columns)
     below = [line for remark in remarks[:3] for line in wrapped(Text(escaped(remark)), columns, most=4)]
     room = SCREEN_LINES - FILES_LINES - len(head) - len(below) - 3  # the heading and two empty lines
-    left = len(rows) - 1 - room
+    left = len(of.rows) - room
     shown = (
         lines if left <= 0 else [lines[0], Text(f"{left + 1} more are in the files", style="dim"), *lines[left + 2 :]]
     )
     return [*head, Text(), *shown, Text(), *below]
 
 
-def table(rows: Sequence[Sequence[str]], columns: int) -> list[Text]:
-    """A line for each row, the first its heading, without the columns that do not fit, the last but one first."""
-    while len(rows[0]) > 2 and sum(_widths(rows)) + 2 * len(rows[0]) - 2 > columns:
-        rows = [[*row[:-2], row[-1]] for row in rows]
-    lines = [Text("  ".join(map(str.rjust, row, _widths(rows))).rstrip()) for row in rows]
+def table(of: Table, columns: int) -> list[Text]:
+    """A line for each row after that of the heading. Columns that do not fit are left out, the last but one first."""
+    last = len(of.headers) - 1
+    headers = [msgspec.structs.replace(each, optional=0 < at < last) for at, each in enumerate(of.columns)]
+    lines = [Text(line) for line in renderer.rows(msgspec.structs.replace(of, headers=headers), columns)]
     lines[0].stylize("dim")
     for line in lines:
         line.truncate(columns, overflow="ellipsis")
     return lines
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _of_runs(valid: Sequence[bool], columns: int) -> list[Text]:
@@ -232,13 +230,9 @@ def _facts(report: Report, columns: int) -> Iterator[Text]:
         yield from wrapped(message, columns, most=1)
 
 
-def _latencies(report: Report, columns: int) -> Iterator[Text]:
-    """Of a narrow terminal the first statistics."""
-    rows = {name: [number(getattr(report.metrics[name], each)) for each in STATISTICS] for name in LATENCIES}
-    widest = 1 + max(len(cell) for cells in rows.values() for cell in cells)
-    width = max(widest, min(11, max(9, (columns - 12) // len(STATISTICS))))
-    shown = STATISTICS[: max(1, (columns - 12) // width)]
-    yield Text(f"{'latency, ms':<12}" + "".join(f"{name:>{width}}" for name in shown), style="dim")
-    for name, cells in rows.items():
-        told = "".join(f"{cell:>{width}}" for cell in cells[: len(shown)])
-        yield Text(f"{name.removesuffix('_ms'):<12}{told}")
+def _latencies(report: Report, columns: int) -> list[Text]:
+    rows = [
+        [name.removesuffix("_ms"), *(number(getattr(report.metrics[name], each)) for each in STATISTICS)]
+        for name in LATENCIES
+    ]
+    return table(Table(["latency, ms", *STATISTICS], rows), columns)

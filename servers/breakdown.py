@@ -14,7 +14,7 @@ from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
 from loadgen.event_loop import Stop, run_loop
 from loadgen.option_types import ShownOptions, Whole, names, offers, option
-from loadgen.run import Stopped, backend_failed
+from loadgen.run import backend_failed
 from loadgen.terminal import say_error
 from loadgen.trace import TraceError
 from servers.predict.breakdown import modelled
@@ -58,14 +58,12 @@ def breakdown(
     if config.dry_run:
         print(measure.dry_run(measure.load(config), directory, run_id))
         return exit_codes.OK
-    made = rundir.create(directory, private=config.dataset is not None)
-    stop = Stop()
     try:
-        with rundir.alone(directory):
+        with rundir.measuring(directory, private=config.dataset is not None):
             if config.where == "embedded":
                 result = modelled(config, preset, directory, run_id)
             else:
-                with stop:
+                with Stop() as stop:
                     one = measure.measure(measure.load(config), steps, directory, run_id, terminal.note, stop)
                     result = run_loop(one)
     except FailedError as error:
@@ -73,9 +71,4 @@ def breakdown(
     except TraceError as error:
         say_error("loadgen", error)
         return exit_codes.INVALID
-    except Stopped as error:
-        say_error("loadgen", error)
-        return stop.exit_code or exit_codes.STOPPED
-    finally:
-        rundir.remove_if_empty(directory, made)
     return cli.show_breakdown(directory, result if preset is None else tables.beside_paper(result))

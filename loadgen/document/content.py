@@ -96,7 +96,7 @@ def cell_text(cell: Cell) -> str:
 
 class Column(Part, frozen=True):
     """group: a heading over neighbours that share it. left: it is text and no number. optional: a narrow terminal may
-    leave the group out."""
+    leave it out, with its group."""
 
     head: str
     group: str = ""

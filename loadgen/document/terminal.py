@@ -51,22 +51,19 @@ def _block(block: Block, width: int) -> Iterator[str]:
             assert_never(block)
 
 
+def rows(of: Table, width: int) -> list[str]:
+    """The heading and the rows of a table alone, without the optional columns that do not fit."""
+    return _rows(_fitting(of, width)[0])
+
+
 def table(of: Table, width: int) -> Iterator[str]:
-    """Optional groups of columns go, from the right, until it fits; a line below names them."""
-    left_out: list[str] = []
-    while sum(_widths(of)) + len(GAP) * (len(of.columns) - 1) > width:
-        group = next((column.group for column in reversed(of.columns) if column.optional), None)
-        if group is None:
-            break
-        of = of.keeping({at for at, column in enumerate(of.columns) if column.group != group})
-        left_out.insert(0, group)
+    """Optional columns go until it fits; a line below names them."""
+    of, left_out = _fitting(of, width)
     if of.caption:
         yield from (*_text(of.caption, width), "")
-    widths = _widths(of)
     if any(column.group for column in of.columns):
-        yield _group_line(of, widths)
-    for row in ([column.head for column in of.columns], *of.texts()):
-        yield _line(row, of, widths)
+        yield _group_line(of, _widths(of))
+    yield from _rows(of)
     below = [*of.below]
     if left_out:
         below.append(f"Left out for want of width: {', '.join(left_out)}; the report has all.")
@@ -75,6 +72,25 @@ def table(of: Table, width: int) -> Iterator[str]:
     for sentence in below:
         yield from wrap(escaped(sentence), width, subsequent_indent="    ")
     yield from [""] if below else []
+
+
+def _fitting(of: Table, width: int) -> tuple[Table, list[str]]:
+    """Without the optional columns that do not fit, from the right, a group of them at a time; the names of those."""
+    left_out: list[str] = []
+    while sum(_widths(of)) + len(GAP) * (len(of.columns) - 1) > width:
+        columns = of.columns
+        last = next((at for at in reversed(range(len(columns))) if columns[at].optional), None)
+        if last is None:
+            break
+        group = columns[last].group
+        of = of.keeping({at for at, each in enumerate(columns) if at != last and (not group or each.group != group)})
+        left_out.insert(0, group or columns[last].head)
+    return of, left_out
+
+
+def _rows(of: Table) -> list[str]:
+    widths = _widths(of)
+    return [_line(row, of, widths) for row in ([column.head for column in of.columns], *of.texts())]
 
 
 def _widths(of: Table) -> list[int]:

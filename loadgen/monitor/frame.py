@@ -1,7 +1,5 @@
-"""One picture of a run while it lasts, as lines for a terminal: at most MAX_LINES of them, none wider than asked.
-
-A line is made of fields, such as `p99 412 ms`, and breaks between two of them; a field that fits on no line is left
-out, so no number is ever cut. Text that came from a server is escaped, and never read as markup.
+"""One picture of a run while it lasts, as lines of the live view, none wider than asked. Text that came from a server is
+escaped, and never read as markup.
 """
 
 from __future__ import annotations
@@ -13,14 +11,11 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from backends.untrusted import printable
+from loadgen.live_view import MAX_LINES, bar, row
 from loadgen.monitor.server_view import ServerSample
 from loadgen.steady.live import words
 
-MAX_LINES = 15
-LABEL_COLUMNS = 10
 MOST_OUTCOMES = 3  # that are shown by name
-BARS = "▁▂▃▄▅▆▇█"
-MIN_SPARK, MAX_SPARK = 8, 60  # columns
 SILENT_S = 5.0  # without a good sample: then the last one's age is shown
 GIB = 2**30
 
@@ -58,16 +53,16 @@ def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
     """The picture for a terminal of `width` columns; the first `height` lines of it."""
     return [
         *_title(frame, width),
-        _bar(frame, width),
-        *_row("requests", list(_requests(frame)), width),
-        *_row("server", [] if frame.falling_per_s is None else [words(frame.falling_per_s)], width, style="red"),
-        *_row("failed", list(_failed(frame.failed)), width, style="red"),
-        *_row("tokens/s", [f"{frame.tokens_per_s:,.0f}"], width, frame.tokens_history),
+        bar(frame.done_ratio, frame.elapsed_s, frame.left_s, width),
+        *row("requests", list(_requests(frame)), width),
+        *row("server", [] if frame.falling_per_s is None else [words(frame.falling_per_s)], width, style="red"),
+        *row("failed", list(_failed(frame.failed)), width, style="red"),
+        *row("tokens/s", [f"{frame.tokens_per_s:,.0f}"], width, frame.tokens_history),
         *(line for name in frame.ttft_ms for line in _ttft(frame, name, width)),
-        *_row("client", [f"CPU {_percent(frame.cpu_ratio)} of a core", f"loop lag {_ms(frame.loop_lag_ms)}"], width),
-        *_row("server", list(_server(frame.sample, frame.sample_age_s)), width),
-        *_row("GPUs", list(_gpus(frame.sample)), width),
-    ][: min(height, MAX_LINES)]
+        *row("client", [f"CPU {_percent(frame.cpu_ratio)} of a core", f"loop lag {_ms(frame.loop_lag_ms)}"], width),
+        *row("server", list(_server(frame.sample, frame.sample_age_s)), width),
+        *row("GPUs", list(_gpus(frame.sample)), width),
+    ][:height]
 
 
 def _title(frame: Frame, width: int) -> list[Text]:
@@ -80,28 +75,7 @@ def _title(frame: Frame, width: int) -> list[Text]:
     if text.cell_len + 2 + cell_len(load) <= width:
         return [text.append(f", {load}", style="bold")]
     text.truncate(width, overflow="ellipsis")
-    return [text, *_row("load", [load], width)]
-
-
-def _bar(frame: Frame, width: int) -> Text:
-    """How much of the run is over, and how long it may still take."""
-    ratio = frame.done_ratio
-    elapsed = f"{clock(frame.elapsed_s)} gone"
-    left = f", about {clock(frame.left_s)} left" if frame.left_s is not None else ""
-    percent = "" if ratio is None else f"{int(100 * ratio):3d} %  "
-    tail = next(
-        (t for t in (f"  {percent}{elapsed}{left}", f"  {percent}{elapsed}", f"  {elapsed}") if len(t) < width), ""
-    )
-    columns = width - len(tail)
-    filled = 0 if ratio is None else round(columns * ratio)
-    return Text.assemble(("━" * filled, "green"), ("─" * (columns - filled), "dim"), tail)
-
-
-def clock(seconds: float) -> str:
-    """0:07, 12:34, 1:02:03."""
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+    return [text, *row("load", [load], width)]
 
 
 def _requests(frame: Frame) -> Iterator[str]:
@@ -123,7 +97,7 @@ def _failed(failed: Mapping[str, int]) -> Iterator[str]:
 
 
 def _ttft(frame: Frame, name: str, width: int) -> list[Text]:
-    return _row(f"ttft {name}", [_ms(frame.ttft_ms[name])], width, frame.ttft_history.get(name, ()))
+    return row(f"ttft {name}", [_ms(frame.ttft_ms[name])], width, frame.ttft_history.get(name, ()))
 
 
 def _server(sample: ServerSample | None, age_s: float) -> Iterator[str]:
@@ -162,34 +136,3 @@ def _ms(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
-
-
-def _row(
-    label: str, fields: Sequence[str], width: int, history: Sequence[float | None] = (), style: str = ""
-) -> list[Text]:
-    """The fields behind their label, on as many lines as they need; behind them what happened before, where there is
-    room. Nothing without fields."""
-    rows: list[str] = []
-    for each in (each for each in fields if LABEL_COLUMNS + cell_len(each) < width):
-        if rows and LABEL_COLUMNS + cell_len(rows[-1]) + 2 + cell_len(each) < width:  # less one: a comma may follow
-            rows[-1] += f", {each}"
-        else:
-            rows.append(each)
-    shown = [
-        Text.assemble((f"{'' if number else label:<{LABEL_COLUMNS}}", "dim"), (row, style))
-        for number, row in enumerate(rows)
-    ]
-    for earlier in shown[:-1]:
-        earlier.append(",")
-    if shown and history and (room := min(width - max(24, shown[-1].cell_len + 2), MAX_SPARK)) >= MIN_SPARK:
-        shown[-1].pad_right(max(0, 24 - shown[-1].cell_len - 2))
-        shown[-1].append("  " + sparkline(history[-room:]), style="cyan")
-    return shown
-
-
-def sparkline(values: Sequence[float | None]) -> str:
-    """A bar for each value, from 0 to the largest; a space for None."""
-    most = max((value for value in values if value is not None), default=0.0)
-    return "".join(
-        " " if value is None else BARS[round((len(BARS) - 1) * value / most) if most > 0 else 0] for value in values
-    )

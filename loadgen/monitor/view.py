@@ -1,33 +1,24 @@
-"""The live view of a run on a terminal, drawn from beside it once a second; the clients do nothing for it but count.
-
-A thread of its own draws, because a terminal may be stopped. The cursor stays below the picture, where the terminal
-puts what a user types and where a shell goes on if everything here is killed: so nothing has to be restored.
-"""
+"""What the live view shows of a run, made from beside it once a second; the clients do nothing for it but count."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from loadgen.clock import now_ns
-from loadgen.monitor.frame import MAX_LINES, MAX_SPARK, Frame, lines
+from loadgen.live_view import MAX_SPARK, Picture
+from loadgen.monitor.frame import Frame, lines
 from loadgen.monitor.messages import Expected, Live, View
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.totals import Record, Totals
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import AS_PLANNED
-from loadgen.terminal import styled
 
 RECENT_S = 10.0
 RATE_FRAMES = 10  # the rate shown is that of the last ones, a second each
 QUANTILES = {"p50": 0.50, "p99": 0.99}
-FORGOTTEN_S = 10.0  # after so long without a picture something else is on the screen: the next one begins below it
-END_TIMEOUT_S = 1.0  # for a terminal that takes nothing
 
 
 class Recent:
@@ -136,81 +127,17 @@ class Course:
         return live.elapsed_s * (1 - ratio) / ratio
 
 
-class Terminal:
-    """Keeps a picture on a terminal up to date, in its own thread."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._frame: Frame | None = None
-        self._changed, self._over = threading.Event(), False
-        self._widths: list[int] = []  # of the lines on the screen, in columns
-        self._drawn_s = -math.inf
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def show(self, frame: Frame) -> None:
-        self._frame = frame
-        self._changed.set()
-
-    def end(self, erase: bool) -> None:
-        """No picture comes any more. erase: and the last one goes; otherwise the screen is left as it is."""
-        self._frame = None
-        self._over = True
-        self._changed.set()
-        self._thread.join(END_TIMEOUT_S)
-        if erase and not self._thread.is_alive() and not self._forgotten():
-            self._write(self._back(self._size()[0]) + "\x1b[J")
-
-    def _run(self) -> None:
-        while not self._over:
-            self._changed.wait()
-            self._changed.clear()
-            if (frame := self._frame) is not None:
-                self._draw(frame)
-
-    def _draw(self, frame: Frame) -> None:
-        columns, rows = self._size()
-        if self._forgotten():
-            self._widths = []
-        shown = lines(frame, columns - 1, rows - 1)  # a full line could wrap
-        back = self._back(columns)
-        self._widths = [line.cell_len for line in shown]
-        self._write(back + "".join(f"{text}\x1b[K\n" for text in styled(shown)) + "\x1b[J")
-        self._drawn_s = time.monotonic()
-
-    def _forgotten(self) -> bool:
-        return time.monotonic() - self._drawn_s > FORGOTTEN_S
-
-    def _back(self, columns: int) -> str:
-        """To the beginning of the picture. Where the terminal became narrower, it has wrapped its lines since."""
-        rows = sum(max(1, math.ceil(width / columns)) for width in self._widths)
-        return f"\r\x1b[{rows}A" if rows else "\r"
-
-    def _size(self) -> tuple[int, int]:
-        with contextlib.suppress(OSError):
-            size = os.get_terminal_size(self._fd)
-            if size.columns > 1 and size.lines > 1:
-                return size
-        return 80, MAX_LINES + 1
-
-    def _write(self, text: str) -> None:
-        data = text.encode()
-        with contextlib.suppress(OSError):  # the terminal is gone, and the run goes on
-            while data:
-                data = data[os.write(self._fd, data) :]
-
-
 class Drawing:
     """The view of one run. `recent` is to be given its records."""
 
     def __init__(self, view: View, manifest: Manifest) -> None:
         self.recent = Recent()
-        self._course, self._terminal = Course(view.expected, manifest), Terminal(view.fd)
+        self._course, self._picture = Course(view.expected, manifest), Picture(view.fd)
 
     def show(self, live: Live, totals: Totals, sample: ServerSample | None) -> None:
         latest = live.latest_ttft_ms
         ttft_ms = quantiles(latest) if latest else self.recent.quantiles(live.elapsed_s * 1e9)
-        self._terminal.show(self._course.frame(live, totals, ttft_ms, sample))
+        self._picture.show(partial(lines, self._course.frame(live, totals, ttft_ms, sample)))
 
     def end(self, erase: bool) -> None:
-        self._terminal.end(erase)
+        self._picture.end(erase)

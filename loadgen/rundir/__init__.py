@@ -252,6 +252,21 @@ def alone(directory: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def measuring(
+    directory: Path, *, private: bool = False, resumed: bool = False, plan: str = ""
+) -> Iterator[None]:
+    """Makes the directory of a measurement, or takes that of one that is `resumed`, and keeps every other command that
+    writes out of it. A new one goes again where nothing came into it but the file `plan`. Raises RunError."""
+    made = None if resumed else create(directory, private=private)
+    try:
+        with alone(directory):
+            yield
+    finally:
+        if not resumed:
+            _remove_if_empty(directory, made, plan)
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Raises RunError."""
     write_json(directory / "manifest.json", manifest)
@@ -318,13 +333,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def remove_if_empty(directory: Path, made: Path | None) -> None:
-    """Takes back a run directory in which nothing was written, since the run never began: it and its parents up to
-    `made`, as `create` returned it."""
-    if made is None:
-        return
+def _remove_if_empty(directory: Path, made: Path | None, plan: str) -> None:
+    """Takes back a directory in which nothing was written but `plan`, since nothing was measured: it and its parents up
+    to `made`, as `create` returned it."""
     with contextlib.suppress(OSError):
-        for path in (directory, *directory.parents):
+        if [path.name for path in directory.iterdir()] == [plan]:
+            (directory / plan).unlink()
+        for path in (directory, *directory.parents) if made is not None else ():
             path.rmdir()
             if path == made:
                 return

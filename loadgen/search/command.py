@@ -32,12 +32,12 @@ def search(
     limits_ms = None if slo is None else objective.parse(slo)
     attain = attain if slo is None else objective.share(slo, "--attain", attain)
     if resume is not None:
-        with rundir.alone(resume):
+        with rundir.measuring(resume, resumed=True):
             result, config = live.resumed(resume, config, {"slo": limits_ms, "attain": attain, "axis": axis})
             if budget_minutes is not None:
                 options = msgspec.structs.replace(result.options, budget_s=live.budget_s(budget_minutes))
                 result = msgspec.structs.replace(result, options=options)
-            return _measured(live.Search(_checked(config, resume), result), None)
+            return _measured(live.Search(_checked(config, resume), result), resumed=True)
     if limits_ms is None:
         raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
     options = live.search_options(
@@ -46,9 +46,8 @@ def search(
     )  # fmt: skip
     result = SearchResult(version=rundir.package_version(), options=options)
     whole = _checked(config, config.out or Path("runs") / rundir.new_run_id())
-    made = rundir.create(whole.directory, private=config.dataset is not None)
-    with rundir.alone(whole.directory):
-        return _measured(live.Search(whole, result), made)
+    with rundir.measuring(whole.directory, private=config.dataset is not None, plan=results.FILE):
+        return _measured(live.Search(whole, result), resumed=False)
 
 
 def _checked(config: Config, directory: Path) -> Run:
@@ -57,20 +56,15 @@ def _checked(config: Config, directory: Path) -> Run:
     return whole
 
 
-def _measured(one: live.Search, made: Path | None) -> int:
-    directory = one.whole.directory
+def _measured(one: live.Search, *, resumed: bool) -> int:
     with Stop() as stop:
         one.whole.stop = stop
         try:
             code = run_to_end(one.measure(), began=lambda: True)
         finally:
-            if one.result.probes or made is None:
-                one.stopped()
-            else:
-                (directory / results.FILE).unlink(missing_ok=True)
-            rundir.remove_if_empty(directory, made)
-        if one.result.probes or made is None:
-            show(directory, one.result)
+            one.stopped()
+        if one.result.probes or resumed:
+            show(one.whole.directory, one.result)
     return stop.exit_code or code or exit_codes.OK
 
 

@@ -12,12 +12,12 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, 
 from loadgen.document.content import number
 from loadgen.load.load import Load
 from loadgen.report import build
-from loadgen.run import Run, Served, stoppable
+from loadgen.run import NextRun, Run, Served, measure_each
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, Order, Probe, Seen, answer, conclude, next_probe
 from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
 from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
+from loadgen.series import put_aside
 from loadgen.steady.keeping_up import KeepingUp
 
 ALONE_REQUESTS = 4
@@ -50,6 +51,7 @@ CONCURRENCY = Guess(load=16, spread=1.0)
 MODEL_TIMEOUT_S = 60.0
 OVERHEAD_S, GRACE_S = 2.0, 1.0  # what a probe takes beside its load; how long its last replies may take for nothing
 LEAST_SENT_S, SHORT_S = 2.0, 8.0  # of sending; of a whole probe, where the budget is short
+BETWEEN = "between two probes"
 OWN = ("requests", "duration", "arrival", "concurrency", "workload", "goodput", "repeat")  # the search decides on them
 
 
@@ -114,17 +116,15 @@ class Search:
 
     async def measure(self) -> None:
         """Probes until the answer is sure or the time is over. search.json is right after every probe. Raises as
-        `Run.measure` does."""
-        whole = self.whole
+        `measure_each` does."""
         self._keep(None)
-        with stoppable(whole.stop, "between two probes"):
-            async with self._watcher, whole.served() as served:
-                while not isinstance(step := await self._next(), Ended):
-                    if whole.stop.number is not None:
-                        step = Ended(code="stopped", reason="it was stopped")
-                        break
-                    await self._probe(served, step)
-                self._keep(step)
+        await measure_each(self.whole, self._probes, BETWEEN)
+
+    async def _probes(self, _: Served) -> AsyncGenerator[NextRun, None]:
+        async with self._watcher:
+            while not isinstance(step := await self._next(), Ended):
+                yield self._probe(step)
+            self._keep(step)
 
     def stopped(self) -> None:
         """Keeps the answer of a search that a signal or a failure has ended."""
@@ -205,35 +205,34 @@ class Search:
 
     # One probe.
 
-    async def _probe(self, served: Served, step: Try) -> None:
+    def _probe(self, step: Try) -> NextRun:
         whole, number_ = self.whole, len(self.result.probes) + 1
         directory = rundir.within(whole.directory, str(number_))
-        _remove_unfinished(directory)
+        put_aside(directory)
         limits = tuple(f"{name}:{limit:g}" for name, limit in self.result.options.slo_ms.items())
         config = replace(
             whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
             stop_when_overloaded=step.kind == "probe" and self.result.options.axis == "rate", **step.options,
         )  # fmt: skip
         one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
-        began_s = time.monotonic()
         watch = Watch(
             directory=str(directory.absolute()), load=config.load, limits_ms=self.result.options.slo_ms,
             attain=self.result.options.attain, requests=step.requests,
         )  # fmt: skip
         if step.kind == "probe":
             self._watcher.begin(watch)
-        try:
-            await one.measure_one(served, "between two probes", self._watched(step))
-        finally:
-            self._watcher.over()
-        run = await asyncio.to_thread(self._probe_run, directory, step, config.load)
+        return NextRun(one, partial(self._over, one, step, time.monotonic()), self._watched(step))
+
+    def _over(self, one: Run, step: Try, began_s: float) -> None:
+        """Keeps what a probe has shown."""
+        self._watcher.over()
+        run = self._probe_run(one.directory, step, one.config.load)
         probe = msgspec.structs.replace(run.probe, seconds=time.monotonic() - began_s)
-        if whole.stop.number is not None and probe.counted == 0:
+        if self.whole.stop.number is not None and probe.counted == 0:
             return
         self._describe(one)
-        self.result = msgspec.structs.replace(
-            self.result, probes=[*self.result.probes, msgspec.structs.replace(run, number=number_, probe=probe)]
-        )
+        run = msgspec.structs.replace(run, number=len(self.result.probes) + 1, probe=probe)
+        self.result = msgspec.structs.replace(self.result, probes=[*self.result.probes, run])
         self._keep(None)
 
     def _describe(self, one: Run) -> None:
@@ -324,12 +323,6 @@ def _unknown(late: Mapping[str, NDArray[np.float64]], ok: NDArray[np.bool_], del
 
 def _quiet(text: str) -> None:
     """Each probe says what the first said."""
-
-
-def _remove_unfinished(directory: Path) -> None:
-    """A probe that a kill cut short is made again."""
-    if (directory / "manifest.json").exists() or (directory.is_dir() and not any(directory.iterdir())):
-        shutil.rmtree(directory)
 
 
 async def modelled_rate(options: SearchOptions, whole: Run) -> float | None:

@@ -83,10 +83,8 @@ def screen(result: SearchResult, columns: int) -> list[Styled]:
     what = Styled(escaped(f"{result.backend} {result.model}"))
     answer = Styled(escaped(results.sentence(result)), style="bold")
     head = [line for text in (answer, *warning, what) for line in summary.wrapped(text, columns)]
-    table = probe_table(result, {})
-    rows = [[column.head for column in table.columns], *table.texts()]
     limits = [f"What limited next: {result.limited_by}."] if result.limited_by else []
-    return summary.of_table(head, [list(map(escaped, row)) for row in rows], [*limits, results.end(result)], columns)
+    return summary.of_table(head, probe_table(result, {}), [*limits, results.end(result)], columns)
 
 
 def _tone(result: SearchResult) -> Tone:

@@ -6,31 +6,25 @@ send the same prompts. What the server itself leaves, such as its log, lies in D
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.run import Run, stoppable
+from loadgen.run import NextRun, Run, Served, measure_each
 
 
 async def measure(whole: Run, finished: Callable[[Path], object]) -> None:
     """Does `whole.config.repeat` runs in `whole.directory`, which exists, and calls `finished` after each, in a thread.
-    A signal ends the run that it meets in good order, and no other begins. Raises as `Run.measure` does; the runs
-    before are kept."""
-    with stoppable(whole.stop):
-        async with whole.served() as served:
-            for number in range(1, whole.config.repeat + 1):
-                one = _run(whole, number)
-                whole.say(f"run {number} of {whole.config.repeat}, seed {one.config.seed}")
-                await one.measure_one(served)
-                await asyncio.to_thread(finished, one.directory)
-                if whole.stop.number is not None:
-                    return
+    Raises as `measure_each` does."""
 
+    async def runs(_: Served) -> AsyncGenerator[NextRun, None]:
+        for number in range(1, whole.config.repeat + 1):
+            directory, seed = whole.directory / str(number), whole.config.seed + number - 1
+            config = replace(whole.config, seed=seed, out=directory)
+            whole.say(f"run {number} of {whole.config.repeat}, seed {seed}")
+            one = Run(config, directory, rundir.new_run_id(), whole.say, whole.stop)
+            yield NextRun(one, partial(finished, directory))
 
-def _run(whole: Run, number: int) -> Run:
-    directory = whole.directory / str(number)
-    config = replace(whole.config, seed=whole.config.seed + number - 1, out=directory)
-    return Run(config, directory, rundir.new_run_id(), whole.say, whole.stop)
+    await measure_each(whole, runs)

@@ -13,8 +13,9 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,13 +29,12 @@ from loadgen.probe import identify
 from loadgen.report import build, sweeps
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
-from loadgen.run import Run, Say, Served, stoppable
-from loadgen.search.idle import Look, idle, looking_at
+from loadgen.run import NextRun, Run, Say, Served, measure_each
+from loadgen.search.idle import idle, looking_at
 from loadgen.search.points import UNITS, PointRun, SweepOptions, flag_of
+from loadgen.series import Series, put_aside
 from loadgen.server import embedded
 from loadgen.server.launch import plan_launch
-
-UNFINISHED = "unfinished"  # directory in the sweep's, for what is done again
 
 
 @dataclass
@@ -50,29 +50,19 @@ class Sweep:
     resumed: bool
 
     def __post_init__(self) -> None:
-        self.states: dict[str, tuple[State, Report | None]] = {}
+        states = {run.name: self._state(run) for run in self.runs}
+        self.states: dict[str, tuple[State, Report | None]] = states
+        done = [name for name, (state, _) in states.items() if state == "finished"]
+        self.series = Series("run", [run.name for run in self.runs], done)
         self.whole: Run | None = None
-        self._began_s, self._waiting_first = time.monotonic(), 0
 
-    @property
-    def waiting(self) -> list[PointRun]:
-        """The runs that are still to be done."""
-        return [run for run in self.runs if self.states[run.name][0] != "finished"]
+    def _state(self, run: PointRun) -> tuple[State, Report | None]:
+        return sweeps.state_of(self.directory / run.name) if self.resumed else ("waiting", None)
 
     @property
     def began(self) -> bool:
         """Whether a run left something, if only a part."""
         return any((self.directory / run.name).exists() for run in self.runs)
-
-    def rest(self) -> str:
-        """How long the runs that wait may take, by those that this process did; a clause, empty before the first."""
-        waiting = len(self.waiting)
-        self._waiting_first = self._waiting_first or waiting
-        done = self._waiting_first - waiting
-        rest_s = (time.monotonic() - self._began_s) / done * waiting if done else 0.0
-        return (
-            f"; about {rest_s / 60:.0f} min to go" if rest_s >= 90 else f"; about {rest_s:.0f} s to go" if done else ""
-        )
 
     def results(self) -> Swept:
         return sweeps.of_runs(self.kept, self.states)
@@ -99,7 +89,6 @@ def prepare(options: SweepOptions, say: Say) -> Sweep:
         version=rundir.package_version(), started_unix_s=time.time(), argv=["loadgen", *sys.argv[1:]], plan=plan
     )
     sweep = Sweep(options, directory, runs, kept, say, resumed=False)
-    sweep.states = {run.name: ("waiting", None) for run in runs}
     _check(sweep)
     return sweep
 
@@ -124,8 +113,8 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
     if kept.version != rundir.package_version():
         say(f"note: loadgen {kept.version} began the sweep; its other runs will be of {rundir.package_version()}.")
     sweep = Sweep(options, directory, runs, kept, say, resumed=True)
-    sweep.states = {run.name: sweeps.state_of(directory / run.name) for run in runs}
-    if sweep.waiting:
+    if sweep.series.waiting:
+        say(sweep.series.resumed)
         _check(sweep)
     return sweep
 
@@ -174,62 +163,50 @@ def _caches(config: Config) -> bool:
 def alone(sweep: Sweep) -> Iterator[None]:
     """Makes the sweep's directory with its sweep.json, or takes the one that is there, and keeps other processes out of
     it. A new one in which nothing was measured is taken back at the end. Raises RunError."""
-    directory = sweep.directory
-    made = None if sweep.resumed else rundir.create(directory, private=bool(sweep.options.dataset))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(rundir.alone(directory))
+    private = bool(sweep.options.dataset)
+    with rundir.measuring(sweep.directory, private=private, resumed=sweep.resumed, plan=sweeps.FILE):
         if sweep.resumed:
             _report_finished(sweep)
         else:
-            sweeps.write(directory, sweep.results())
-        try:
-            yield
-        finally:
-            if not sweep.resumed and not any(path.is_dir() for path in directory.iterdir()):
-                (directory / sweeps.FILE).unlink(missing_ok=True)
-                rundir.remove_if_empty(directory, made)
+            sweeps.write(sweep.directory, sweep.results())
+        yield
 
 
 async def measure(sweep: Sweep, stop: Stop) -> None:
-    """Does the runs that wait, and writes sweep.json after each. A signal ends the run that it meets in good order, and
-    no other begins. Raises as `Run.measure` does; the runs before are kept."""
+    """Does the runs that wait, and writes sweep.json after each. Raises as `measure_each` does."""
     whole = sweep.whole
     assert whole is not None
     whole.stop = stop
     if whole.config.where in ("docker", "process"):
         whole.directory.mkdir(exist_ok=True)
     try:
-        with stoppable(stop):
-            async with whole.served() as served:
-                sweep.kept.starts += 1
-                await asyncio.to_thread(sweeps.write, sweep.directory, sweep.results())
-                look = await looking_at(whole, served)
-                for run in sweep.waiting:
-                    with stoppable(stop):
-                        await _one(sweep, run, served, look)
-                    if stop.number is not None:
-                        return
+        await measure_each(whole, partial(_runs, sweep, whole))
     finally:
         with contextlib.suppress(OSError):
             whole.directory.rmdir()  # where the server left nothing
 
 
-async def _one(sweep: Sweep, run: PointRun, served: Served, look: Look) -> None:
-    """One run, once the server is idle, with its report."""
-    directory, whole = rundir.within(sweep.directory, run.name), sweep.whole
-    assert whole is not None
-    _put_aside(directory)
-    await asyncio.to_thread(identify, whole.backend, served.target, named=whole.config.model is not None)
-    wait = await idle(look)
-    sweep.kept.waits = {**sweep.kept.waits, run.name: wait}
-    if not wait.idle:
-        sweep.say(f"note: the server was not seen idle before {run.name}: {wait.detail}; the run begins all the same.")
-    config = run.config(sweep.directory)
-    done = len(sweep.runs) - len(sweep.waiting)
-    sweep.say(f"run {done + 1} of {len(sweep.runs)}: {run.name}, seed {run.seed}; {_lasts(config)}{sweep.rest()}")
-    one = Run(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
-    await one.measure_one(served)
-    await asyncio.to_thread(_reported, sweep, run)
+async def _runs(sweep: Sweep, whole: Run, served: Served) -> AsyncGenerator[NextRun, None]:
+    """The runs that wait, each once the server is idle."""
+    sweep.kept.starts += 1
+    await asyncio.to_thread(sweeps.write, sweep.directory, sweep.results())
+    look = await looking_at(whole, served)
+    waiting = set(sweep.series.waiting)
+    for run in (run for run in sweep.runs if run.name in waiting):
+        sweep.series.begin(run.name)
+        directory = rundir.within(sweep.directory, run.name)
+        put_aside(directory)
+        await asyncio.to_thread(identify, whole.backend, served.target, named=whole.config.model is not None)
+        wait = await idle(look)
+        sweep.kept.waits = {**sweep.kept.waits, run.name: wait}
+        if not wait.idle:
+            sweep.say(
+                f"note: the server was not seen idle before {run.name}: {wait.detail}; the run begins all the same."
+            )
+        config, series = run.config(sweep.directory), sweep.series
+        sweep.say(f"{series.place(run.name)}: {run.name}, seed {run.seed}; {_lasts(config)}{series.left}")
+        one = Run(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
+        yield NextRun(one, partial(_reported, sweep, run))
 
 
 def _reported(sweep: Sweep, run: PointRun) -> None:
@@ -240,6 +217,7 @@ def _reported(sweep: Sweep, run: PointRun) -> None:
     except build.ReportError as error:  # the records are there, and the report can be made again
         sweep.say(f"note: {error}")
     state, report = sweep.states[run.name] = sweeps.state_of(directory)
+    sweep.series.end(run.name, again=state != "finished")
     sweeps.write(sweep.directory, sweep.results())
     if report is not None:
         sweep.say(summary.line(run.name, report, state))
@@ -247,7 +225,7 @@ def _reported(sweep: Sweep, run: PointRun) -> None:
 
 def _report_finished(sweep: Sweep) -> None:
     """Makes the reports of runs that finished and were killed before they had one."""
-    done = {run.name for run in sweep.runs} - {run.name for run in sweep.waiting}
+    done = {run.name for run in sweep.runs} - set(sweep.series.waiting)
     for name in sorted(done - sweeps.reported(sweep.directory)):
         try:
             report_run(sweep.directory / name)
@@ -258,20 +236,6 @@ def _report_finished(sweep: Sweep) -> None:
 def report_run(directory: Path) -> None:
     """Writes the report of one run, from its records. Raises ReportError, RunError or RecordsError."""
     build.write(directory, *build.from_directory(directory), figures=terminal.OUTPUT.figures)
-
-
-def _put_aside(directory: Path) -> None:
-    """Moves what an unfinished run left to `unfinished`, under the first number that is free; an empty directory stays
-    where it is. Raises RunError."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    others = directory.parent / UNFINISHED
-    names = (others / f"{directory.name}.{count}" for count in itertools.count(1))
-    try:
-        others.mkdir(exist_ok=True)
-        directory.rename(next(name for name in names if not name.exists()))
-    except OSError as error:
-        raise rundir.RunError(f"cannot move {directory} to {others}: {error.strerror or error}.") from None
 
 
 def _lasts(config: Config) -> str:

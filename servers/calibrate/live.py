@@ -3,14 +3,15 @@ to. One request at rest at three lengths, one burst, one closed loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backends.exit_codes import Stopped
 from loadgen import rundir
 from loadgen.config import Config
 from loadgen.event_loop import Stop, run_loop
-from loadgen.run import Run, Say
+from loadgen.run import NextRun, Run, Say, Served, measure_each
 
 AT_REST = ((64, 32), (512, 32), (2048, 32))  # tokens of prompt and reply
 LENGTHS_FILE = "at_rest.txt"
@@ -33,41 +34,38 @@ def series(
     say: Say,
     loads: Mapping[str, Load] = SERIES,
 ) -> list[Path]:
-    """The run directories of the series, in `directory`. Raises as `Run.measure` does."""
-    made = rundir.create(directory)
-    lengths = directory / LENGTHS_FILE
-    lengths.write_text("".join(f"{prompt} {reply}\n" for prompt, reply in AT_REST))
-    runs: list[Path] = []
-    try:
-        _play(url, backend, directory, say, loads, runs)
-    finally:
-        if not runs:
-            lengths.unlink()
-            rundir.remove_if_empty(directory, made)
-    return runs
-
-
-def _play(url: str, backend: str, directory: Path, say: Say, loads: Mapping[str, Load], runs: list[Path]) -> None:
-    lengths = directory / LENGTHS_FILE
-    with Stop() as stop:
-        for number, (name, load) in enumerate(loads.items()):
-            run = directory / name
-            options = dict(load)
-            if "input_tokens" not in load:
-                options |= {"input_tokens": f"file:{lengths}", "output_tokens": f"file:{lengths}"}
-            config = Config(
-                backend=backend, url=url, seed=number, warmup=UNCOUNTED, drain_warmup=True, calibrate=False,
-                total_timeout=BURST_S, out=run, **options,
-            )  # fmt: skip
-            one = Run(config, run, rundir.new_run_id(), say, stop)
+    """The run directories of the series, in `directory`. Raises as `measure_each` does."""
+    with rundir.measuring(directory, plan=LENGTHS_FILE), Stop() as stop:
+        lengths = directory / LENGTHS_FILE
+        lengths.write_text("".join(f"{prompt} {reply}\n" for prompt, reply in AT_REST))
+        runs = [
+            _run(url, backend, directory / name, number, load, say, stop)
+            for number, (name, load) in enumerate(loads.items())
+        ]
+        for one in runs:
             one.check()
-            made = rundir.create(run)
-            say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in load.items()))
-            try:
-                run_loop(one.measure())
-            finally:
-                rundir.remove_if_empty(run, made)
-            runs.append(run)
+
+        async def each(_: Served) -> AsyncGenerator[NextRun, None]:
+            for one, (name, load) in zip(runs, loads.items(), strict=True):
+                say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in load.items()))
+                yield NextRun(one, lambda: None)
+
+        run_loop(measure_each(runs[0], each))
+        if stop.number is not None:
+            raise Stopped("stopped before the series was over; nothing was fitted.", stop.exit_code)
+    return [one.directory for one in runs]
+
+
+def _run(url: str, backend: str, directory: Path, number: int, load: Load, say: Say, stop: Stop) -> Run:
+    lengths = directory.parent / LENGTHS_FILE
+    options = dict(load)
+    if "input_tokens" not in load:
+        options |= {"input_tokens": f"file:{lengths}", "output_tokens": f"file:{lengths}"}
+    config = Config(
+        backend=backend, url=url, seed=number, warmup=UNCOUNTED, drain_warmup=True, calibrate=False,
+        total_timeout=BURST_S, out=directory, **options,
+    )  # fmt: skip
+    return Run(config, directory, rundir.new_run_id(), say, stop)
 
 
 def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:

@@ -111,17 +111,13 @@ def predict(
     if emulated.setup.scheduler == "tgi@3":
         for note in unkept(load, backends.get("tgi"), ServerInfo(max_total_tokens=length)):
             terminal.note(f"note: {note}; predicted so{', but for prompts of later turns' if load.sessions else ''}.")
-    made = rundir.create(directory, private=config.dataset is not None)
-    try:
-        with rundir.alone(directory), uncollected():
+    with rundir.measuring(directory, private=config.dataset is not None):
+        with uncollected():
             outcomes = play(emulated, load, sent)
         terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
         run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
         del sent, emulated  # the report needs the memory
         written = write(directory, run_manifest, outcomes, shapes, load.turns(), _adapters(load))
-    except (EmulationError, records.RecordsError):
-        rundir.remove_if_empty(directory, made)
-        raise
     return cli.report_one(directory, "loadgen", written=written)
 
 

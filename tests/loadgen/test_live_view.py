@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.monitor.frame import MAX_LINES
+from loadgen.live_view import MAX_LINES
 from loadgen.summary import SCREEN_LINES
 from tests.loadgen.screen import LOADGEN, Terminal
 from tests.loadgen.test_run import FAST, serving, wait_for_rows

@@ -27,6 +27,7 @@ import pytest
 from loadgen.report import metrics
 from loadgen.rundir import Family, MetricSample, Snapshot, records, write_snapshot
 from loadgen.rundir.records import Table
+from loadgen.series import Series
 from tests.observability import names
 from tests.observability.names import Query
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, prometheus
@@ -139,7 +140,7 @@ def sweep(runs: Path) -> Progress:
         runs / "sweep",
         SWEEP,
         {"platform": "here"},
-        4,
+        Series("cell", [done[0].cell, done[1].cell, cell("F+Z2").name, "last"], [done[0].cell, done[1].cell]),
         done,
         lambda line: None,
         lambda cell, speed: (speed / 10_000, None),
@@ -208,7 +209,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 def train(progress: Progress, during: subprocess.Popen[str]) -> None:
     """Steps of a cell, for as long as the run lasts."""
-    present = progress.begin(cell("F+Z2"), 11.0, to_run=1)
+    present = progress.begin(cell("F+Z2"), 11.0)
     present.trial(cell("F+Z2"), "run 1/1", 0.0)
     number = 1
     while during.poll() is None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from backends.untrusted import UNDECODABLE, read_json_lines
-from loadgen import rundir, trace
+from loadgen import trace
 from training_probe.breakdown.attribution import Attribution, attribute
 from training_probe.conditions import Conditions, worst
 from training_probe.grid import Cell, GridError
@@ -68,20 +68,20 @@ def breakdown(
 ) -> int:
     """Traces the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Dependencies()
-    manifest = run.begin(cells, settings, directory, around)
+    with run.begun(cells, settings, directory, around) as manifest:
 
-    def trace_all(cancelled: threading.Event) -> None:
-        with contextlib.closing(MemoryReturn(around.probe, manifest.gpu_ids)) as memory:
-            for number, cell in enumerate(manifest.cells, 1):
-                say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
-                memory.wait(cancelled)
-                result = _traced(cell, manifest, directory, around, cancelled)
-                file.write(msgspec.json.encode(result) + b"\n")
-                if result.outcome != "ok":
-                    say(f"{cell.name}: {result.outcome}: {result.reason}")
+        def trace_all(cancelled: threading.Event) -> None:
+            with contextlib.closing(MemoryReturn(around.probe, manifest.gpu_ids)) as memory:
+                for number, cell in enumerate(manifest.cells, 1):
+                    say(f"tracing cell {number} of {len(manifest.cells)}: {cell.name}")
+                    memory.wait(cancelled)
+                    result = _traced(cell, manifest, directory, around, cancelled)
+                    file.write(msgspec.json.encode(result) + b"\n")
+                    if result.outcome != "ok":
+                        say(f"{cell.name}: {result.outcome}: {result.reason}")
 
-    with rundir.alone(directory), (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
-        return runner.until_stopped(directory, say, trace_all)
+        with (directory / BREAKDOWN_FILE).open("ab", buffering=0) as file:
+            return runner.until_stopped(directory, say, trace_all)
 
 
 def read(directory: Path) -> list[Breakdown]:
@@ -97,7 +97,7 @@ def _doubt(each: Breakdown) -> str:
 def _traced(
     cell: Cell, manifest: SweepManifest, directory: Path, around: Dependencies, cancelled: threading.Event
 ) -> Breakdown:
-    """Raises StoppedError."""
+    """Raises Stopped."""
     spec = manifest.model(cell).decoder
     layers = None if spec is None else spec.layers
     result = Breakdown(cell=cell, platform=manifest.platform, layers=layers, outcome="ok")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from backends.exit_codes import Stopped
 from backends.gpus import Gpu
 from loadgen.cluster import ray_cluster
 from loadgen.cluster.link import NodeLost
@@ -18,7 +19,6 @@ from loadgen.rundir import package_version
 from training_probe.grid import Cell, GridError
 from training_probe.launch.node import Facts
 from training_probe.launch.nodes import Nodes, map_concurrently
-from training_probe.launch.runner import StoppedError
 
 WAIT_S = 0.2
 
@@ -120,7 +120,7 @@ class Cluster:
 
     def each(self, cells: Sequence[Cell], run: RunCell, cancelled: threading.Event) -> None:
         """Runs all cells, each in a thread of its own as soon as it is its turn and nodes are free for it. Raises
-        StoppedError when cancelled, and what `run` raises; nothing runs any more then."""
+        Stopped when cancelled, and what `run` raises; nothing runs any more then."""
         _Queue(self, run, cancelled).work(cells)
 
 
@@ -160,7 +160,7 @@ class _Queue:
             alive = [machine for machine in ray_cluster.machines() if machine.id not in self._lost]
             with self._changed:
                 if self._error is not None or self._cancelled.is_set():
-                    raise self._error or StoppedError
+                    raise self._error or Stopped
                 need = gpus_each(cell, nodes)
                 chosen = choose([machine for machine in alive if machine.id not in self._busy], nodes, need)
                 if chosen is not None:

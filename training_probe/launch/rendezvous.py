@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backends import exit_codes
+from backends.exit_codes import Stopped
 from backends.gpus import Gpu
 from backends.launch import WITHOUT_P2P
 from backends.untrusted import UNDECODABLE, printable
@@ -38,7 +39,7 @@ from training_probe.launch.channel import HANDSHAKE_S, TOKEN, Channel, ChannelEr
 from training_probe.launch.cluster import Placed, RunCell, check_able, gpus_of
 from training_probe.launch.node import Facts, Inspect, Node, Order, Reply, StartRanks, Status
 from training_probe.launch.nodes import Nodes
-from training_probe.launch.runner import INTERPRETED, ONE_QUEUE, PROCESSES_A_CORE, NodeRank, StoppedError, torchrun
+from training_probe.launch.runner import INTERPRETED, ONE_QUEUE, PROCESSES_A_CORE, NodeRank, torchrun
 
 JOIN_S = 300.0  # people start the commands one after another
 RETRY_S, CONNECT_S = 0.5, 5.0
@@ -195,10 +196,10 @@ class Fleet:
                 )
 
     def each(self, cells: Sequence[Cell], run: RunCell, cancelled: threading.Event) -> None:
-        """Raises StoppedError when cancelled, and NodeLost where cells are left that would need a lost node."""
+        """Raises Stopped when cancelled, and NodeLost where cells are left that would need a lost node."""
         for cell in cells:
             if cancelled.is_set():
-                raise StoppedError
+                raise Stopped
             if self.nodes.lost:
                 raise NodeLost(f"{', '.join(sorted(self.nodes.lost))} is lost, and the cells need all nodes")
             run(cell, Placed(self.nodes, self.gpus_of(cell.gpus) if cell.device == "cuda" else []))

@@ -24,7 +24,7 @@ import msgspec
 
 import loadgen.child_env
 from backends import exit_codes, process
-from backends.exit_codes import FailedError
+from backends.exit_codes import FailedError, Stopped
 from backends.gpus import Probe
 from backends.launch import LaunchError, Running, Start
 from backends.untrusted import UNDECODABLE
@@ -49,10 +49,6 @@ GPU_MEMORY_SLACK_BYTES = 300 << 20
 _STEP = msgspec.json.Decoder(Step)
 _REPORT = msgspec.json.Decoder(RankReport)
 _TRIAL = msgspec.json.Decoder(Trial)
-
-
-class StoppedError(Exception):
-    """The run was cancelled; its processes are gone and nothing is known of it."""
 
 
 class RunnerError(FailedError):
@@ -148,7 +144,7 @@ def until_stopped(directory: Path, say: Callable[[str], None], work: Callable[[t
         with stop:
             stop.on_signal(cancelled.set)
             work(cancelled)
-    except StoppedError:
+    except Stopped:
         say(f"stopped; what was measured is in {directory}")
         return stop.exit_code or exit_codes.STOPPED
     return exit_codes.OK
@@ -170,7 +166,7 @@ def start_here(job: Job, port: int) -> Start:
 
 
 def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading.Event, place: Place = HERE) -> Ended:
-    """Starts processes, watches their output and ends them. Raises StoppedError, LaunchError."""
+    """Starts processes, watches their output and ends them. Raises Stopped, LaunchError."""
     kills = place.oom_kills()
     try:
         running = place.start(job, cancelled)
@@ -178,7 +174,7 @@ def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading
         return Ended(lost=str(lost))
     except LaunchError:
         if cancelled.is_set():
-            raise StoppedError from None
+            raise Stopped from None
         raise
     given_up = lost_node = None
     with contextlib.closing(Tail(output.path)) as tail:
@@ -200,7 +196,7 @@ def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading
 
 
 def _watch(running: Running, output: Output, tail: Tail, limits: Limits, cancelled: threading.Event) -> str | None:
-    """Until the processes are over or need no longer run; why they are given up, a clause. Raises StoppedError and
+    """Until the processes are over or need no longer run; why they are given up, a clause. Raises Stopped and
     NodeLost."""
     began = moved = time.monotonic()
     completed: float | None = None
@@ -216,7 +212,7 @@ def _watch(running: Running, output: Output, tail: Tail, limits: Limits, cancell
         if given_up is not None:
             return given_up
         if cancelled.wait(POLL_S):
-            raise StoppedError
+            raise Stopped
     return None
 
 
@@ -360,14 +356,14 @@ def run_trial(
     cancelled: threading.Event,
 ) -> TrialOutcome:
     """Runs a trial in `directory`, which is emptied before. on_step is called in this thread for every step. Raises
-    StoppedError, RunnerError."""
+    Stopped, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("training runs are started on Linux only; use a Linux machine.")
     if trial.cell.device == "cuda" and how.place is HERE:  # on the CPU nothing is compiled
         remove_forsaken_locks()
     for last_try in (False, True):
         if cancelled.is_set():
-            raise StoppedError
+            raise Stopped
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_atomically(directory / TRIAL_FILE, trial)

@@ -107,10 +107,9 @@ def measure(
     """Measures into a new directory; the exit code. Raises RunError, RunnerError."""
     if sys.platform != "linux":
         raise RunnerError("measurements are started on Linux only; use a Linux machine.")
-    rundir.create(directory)
-    say(f"{len(manifest.task.points)} points on {manifest.device_name}; results go to {directory}/")
-    write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
-    with rundir.alone(directory), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+    with rundir.measuring(directory), (directory / RESULTS_FILE).open("ab", buffering=0) as results:
+        say(f"{len(manifest.task.points)} points on {manifest.device_name}; results go to {directory}/")
+        write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
 
         def keep(result: Measured) -> None:
             results.write(msgspec.json.encode(result) + b"\n")
@@ -139,7 +138,7 @@ def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Lau
 def _run(
     manifest: MicroManifest, points: _PointFile, command: Command, place: Place, cancelled: threading.Event
 ) -> None:
-    """One launch: measures all its points. Raises StoppedError, RunnerError."""
+    """One launch: measures all its points. Raises Stopped, RunnerError."""
     directory, launch, ranks = points.directory, points.launch, manifest.ranks
     directory.mkdir(parents=True)
     write_atomically(directory / TASK_FILE, msgspec.structs.replace(manifest.task, points=launch.points))

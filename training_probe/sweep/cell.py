@@ -284,7 +284,7 @@ class CellRun:
         self._log = ""
 
     def result(self) -> CellResult:
-        """Raises StoppedError: then there is none."""
+        """Raises Stopped: then there is none."""
         cell, failed = self._cell, _Failed("ok", "")
         try:
             if cell.micro_batch is None:
@@ -365,7 +365,7 @@ class CellRun:
 
     def _run(self, trial: Trial, name: str, what: str, done: float) -> TrialOutcome:
         """One launch. One that had ended before the sweep was stopped is not made again, but on a cluster, where the
-        nodes may be others now. `done`: the share of the cell that is done before it. Raises StoppedError."""
+        nodes may be others now. `done`: the share of the cell that is done before it. Raises Stopped."""
         progress, settings, of = self._sweep.progress, self._settings, trial.warmup_steps + trial.steps
         progress.trial(trial.cell, what, done)
         share = 1 / settings.runs if name.startswith("run-") else 0.0

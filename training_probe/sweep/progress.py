@@ -1,19 +1,25 @@
-"""What a sweep shows while it goes on: a line kept up to date on a terminal, a quiet line for every cell that is over,
-and the snapshot file for whoever exports it."""
+"""What a sweep shows while it goes on: the live view on a terminal, a quiet line for every cell that is over, and the
+snapshot file for whoever exports it."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from rich.text import Text
+
+from loadgen import terminal
+from loadgen.live_view import MAX_LINES, MAX_SPARK, Picture, bar, row
 from loadgen.rundir import Family, MetricSample, Snapshot, write_snapshot
+from loadgen.series import Series, duration
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import GIB, CellResult, Outcome
@@ -25,31 +31,63 @@ LATEST_STEPS = 10  # the live speed is their mean
 Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What one picture shows. others: how many other cells run. doing: of this cell. tokens_per_s: None before its
+    first step; one value a second in the history, the newest last. over: cells, by outcome."""
+
+    place: str
+    cell: str
+    others: int
+    doing: str
+    done_ratio: float
+    elapsed_s: float
+    left_s: float | None
+    tokens_per_s: float | None
+    tokens_history: Sequence[float | None]
+    predicted_gb: float | None
+    over: Mapping[str, int]
+
+
+def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
+    """The picture for a terminal of `width` columns; the first `height` lines of it."""
+    others = f" (and {frame.others} more)" if frame.others else ""
+    title = Text(f"{frame.place}  {frame.cell}{others}", style="bold")
+    title.truncate(width, overflow="ellipsis")
+    speed = [] if frame.tokens_per_s is None else [f"{frame.tokens_per_s:,.0f}"]
+    memory = [] if frame.predicted_gb is None else [f"{size(frame.predicted_gb)} predicted"]
+    return [
+        title,
+        bar(frame.done_ratio, frame.elapsed_s, frame.left_s, width),
+        *row("now", [frame.doing], width),
+        *row("tokens/s", speed, width, frame.tokens_history),
+        *row("memory", memory, width),
+        *row("over", [f"{count} {outcome}" for outcome, count in frame.over.items()], width),
+    ][:height]
+
+
 class CellProgress:
     """One cell that runs, as its Progress shows it. predicted_gb: the memory that it is predicted to need, GiB."""
 
     def __init__(self, progress: Progress, cell: Cell, predicted_gb: float | None) -> None:
         self.cell, self.running, self.predicted_gb = cell, cell, predicted_gb
-        self.begun = time.monotonic()
-        self.share, self.latest = 0.0, deque[Step](maxlen=LATEST_STEPS)
-        self._what, self._progress = "", progress
+        self.latest = deque[Step](maxlen=LATEST_STEPS)
+        self.doing = self._what = "starting"
+        self._progress = progress
 
     def trial(self, cell: Cell, what: str, share: float) -> None:
         """A run of it is started: the cell with its micro batch, what the run is, the share of the cell done before."""
         with self._progress.lock:
-            self.running, self._what, self.share = cell, what, share
+            self.running, self.doing, self._what = cell, what, what
             self.latest.clear()
-            self._progress.show(self, what)
+            self._progress.show(self, share)
 
     def step(self, step: Step, done: int, of: int, share: float) -> None:
         """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
         with self._progress.lock:
             self.latest.append(step)
-            self.share = share
-            if time.monotonic() - self._progress.shown_at >= EVERY_S:
-                speed = self.speed()
-                text = f"{self._what} step {done}/{of}" + (f", {speed:,.0f} tokens/s" if speed else "")
-                self._progress.show(self, text)
+            self.doing = f"{self._what} step {done}/{of}"
+            self._progress.show(self, share, at_least_after_s=EVERY_S)
 
     def over(self, result: CellResult) -> None:
         """It has its result."""
@@ -60,89 +98,86 @@ class CellProgress:
         seconds = sum(step.step_s for step in self.latest)
         return self.running.tokens_per_step * len(self.latest) / seconds if seconds > 0 else None
 
-    def left_s(self, cell_s: float) -> float:
-        """Until its end, where a cell takes `cell_s`."""
-        elapsed_s = time.monotonic() - self.begun
-        return elapsed_s * (1 / self.share - 1) if self.share > 0 else max(0.0, cell_s - elapsed_s)
-
 
 class Progress:
     """One sweep's; of the cells that run, which may be several, on different nodes. `labels`: what it is, for its
-    snapshot. `utilization`: MFU and HFU of a cell at a speed, tokens/s. `done`: results there are already."""
+    snapshot. `series`: its cells by name. `utilization`: MFU and HFU of a cell at a speed, tokens/s. `done`: results
+    there are already."""
 
     def __init__(
         self,
         directory: Path,
         run_id: str,
         labels: dict[str, str],
-        planned: int,
+        series: Series,
         done: Sequence[CellResult],
         say: Callable[[str], None],
         utilization: Utilization,
     ) -> None:
-        self._directory, self._run_id, self._labels, self._planned = directory, run_id, labels, planned
+        self._directory, self._run_id, self._labels, self._series = directory, run_id, labels, series
         self._results = list(done)
         self._say, self._utilization = say, utilization
-        self._live = sys.stderr.isatty()
-        self._walls_s: list[float] = []  # of the cells that were run, now
+        self._picture = Picture(sys.stderr.fileno()) if terminal.draws(sys.stderr) else None
+        self._speeds: deque[float | None] = deque(maxlen=MAX_SPARK)
         self._running: list[CellProgress] = []
-        self._to_run = 0
         self.lock = threading.RLock()
-        self.shown_at = time.monotonic()
+        self._began_s = self._shown_s = time.monotonic()
 
-    def begin(self, cell: Cell, predicted_gb: float | None, to_run: int) -> CellProgress:
-        """A cell is to be run; `to_run` more are after it."""
+    def begin(self, cell: Cell, predicted_gb: float | None) -> CellProgress:
+        """A cell is to be run."""
         with self.lock:
-            self._to_run = to_run
             begun = CellProgress(self, cell, predicted_gb)
             self._running.append(begun)
-            if not self._live:  # a log shows that something has begun
-                number = len(self._results) + len(self._running)
-                _write_live(f"cell {number} of {self._planned}  {cell.name}: starting\n")
-            begun.trial(cell, "starting", 0.0)
+            self._series.begin(cell.name)
+            if self._picture is None:  # a log shows that something has begun
+                terminal.say(f"{self._series.place(cell.name)}  {cell.name}: starting")
+            self.show(begun, 0.0)
             return begun
 
     def over(self, result: CellResult, was: CellProgress | None = None) -> None:
         """A cell has its result; one that was not run counts no time."""
         with self.lock:
             if was is not None:
-                self._walls_s.append(time.monotonic() - was.begun)
                 self._running.remove(was)
             self._results.append(result)
-            self._clear()
-            self._say(f"cell {len(self._results)} of {self._planned}  {finished(result)}")
+            self._series.end(result.cell)
+            self.say(f"{self._series.place(result.cell)}  {finished(result)}")
             self._write("running")
+
+    def say(self, text: str) -> None:
+        """A line that stays on the screen."""
+        with self.lock:
+            if self._picture is not None:
+                self._picture.clear()
+            self._say(text)
 
     def end(self, state: Literal["finished", "stopped"]) -> None:
         with self.lock:
             self._running.clear()
-            self._clear()
+            if self._picture is not None:
+                self._picture.end(erase=True)
             self._write(state)
 
-    def left_s(self) -> float | None:
-        """Until the end, if cells take as long as those that were run; None while there is nothing to go by."""
-        now = time.monotonic()
-        known = self._walls_s or [(now - cell.begun) / cell.share for cell in self._running if cell.share > 0]
-        if not known:
-            return None
-        cell_s = statistics.fmean(known)
-        present_s = max((cell.left_s(cell_s) for cell in self._running), default=0.0)
-        return present_s + cell_s * self._to_run / max(1, len(self._running))
-
-    def show(self, cell: CellProgress, doing: str) -> None:
-        """What one of the cells that run does now."""
-        self.shown_at = time.monotonic()
-        if self._live:
-            left_s = self.left_s()
-            left = "" if left_s is None else f", {duration(left_s)} left"
-            others = f" (and {len(self._running) - 1} more)" if len(self._running) > 1 else ""
-            number = len(self._results) + 1
-            _write_live(f"\r\x1b[2Kcell {number} of {self._planned}  {cell.cell.name}{others}: {doing}{left}")
+    def show(self, cell: CellProgress, share: float, at_least_after_s: float = 0.0) -> None:
+        """What one of the cells that run does now, and the share of it that is done."""
+        self._series.progress(cell.cell.name, share)
+        if time.monotonic() - self._shown_s < at_least_after_s:
+            return
+        self._shown_s = time.monotonic()
+        if self._picture is not None and terminal.in_foreground(sys.stderr.fileno()):
+            self._speeds.append(cell.speed())
+            self._picture.show(partial(lines, self.frame(cell)))
         self._write("running")
 
-    def _clear(self) -> None:
-        if self._live:
-            _write_live("\r\x1b[2K")
+    def frame(self, cell: CellProgress) -> Frame:
+        """The picture as it is now."""
+        outcomes = Counter(result.outcome for result in self._results)
+        return Frame(
+            place=self._series.place(cell.cell.name), cell=cell.cell.name, others=len(self._running) - 1,
+            doing=cell.doing, done_ratio=self._series.done_ratio, elapsed_s=time.monotonic() - self._began_s,
+            left_s=self._series.left_s, tokens_per_s=cell.speed(), tokens_history=tuple(self._speeds),
+            predicted_gb=cell.predicted_gb, over=dict(outcomes),
+        )  # fmt: skip
 
     def _write(self, state: Literal["running", "finished", "stopped"]) -> None:
         snapshot = Snapshot(
@@ -239,17 +274,3 @@ def finished(result: CellResult) -> str:
 
 def size(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """In the unit that a person would use: 42 s, 3 min, 2 h 10 min."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _write_live(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody looks any more, and the sweep goes on
-        sys.stderr.write(text)
-        sys.stderr.flush()

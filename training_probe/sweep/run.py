@@ -29,6 +29,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
+from loadgen.series import Series
 from training_probe import own_deepspeed, results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.cluster import Placed, joined
@@ -71,15 +72,16 @@ def sweep(
 ) -> int:
     """Measures the cells into a new directory; the exit code. Raises RunError, RunnerError."""
     around = around or Dependencies()
-    manifest = begin(cells, settings, directory, around)
-    with rundir.alone(directory):
-        return _measure(directory, manifest, [], say, around)
+    with begun(cells, settings, directory, around) as manifest:
+        return _measure(directory, manifest, [], _series(manifest, []), say, around)
 
 
-def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies) -> SweepManifest:
-    """Makes the directory, with the manifest in it. Raises RunError."""
+@contextlib.contextmanager
+def begun(
+    cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies
+) -> Iterator[SweepManifest]:
+    """Makes the directory, with the manifest in it, which is its own for the block. Raises RunError."""
     cells = one_name_each(cells)
-    rundir.create(directory)
     inventory = around.inventory()
     devices = _devices(settings, around, inventory)
     names = _names(devices)
@@ -95,8 +97,9 @@ def begin(cells: Sequence[Cell], settings: Settings, directory: Path, around: De
         environment=process.gpu_variables(os.environ),
         **{**msgspec.structs.asdict(settings), "platform": platform},
     )
-    write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
-    return manifest
+    with rundir.measuring(directory):
+        write_atomically(directory / MANIFEST_FILE, manifest, indent=2)
+        yield manifest
 
 
 def _devices(settings: Settings, around: Dependencies, inventory: Inventory) -> Sequence[Gpu | None]:
@@ -125,14 +128,15 @@ def resume(directory: Path, say: Say, around: Dependencies | None = None, on: st
         raise rundir.RunError(f"{directory} may be another's, and only its owner's word names a cluster: it was {was}.")
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
-    with rundir.alone(directory):
+    with rundir.measuring(directory, resumed=True):
         done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
         results.mend(directory)
-        say(f"{len(done)} of {len(manifest.cells)} cells are done; going on with the rest")
+        series = _series(manifest, done)
+        say(series.resumed)
         with _again(manifest, around or Dependencies()) as there:
-            if len(done) < len(manifest.cells):
+            if series.waiting:
                 _check_place(manifest, there, say)
-            return _measure(directory, manifest, done, say, there)
+            return _measure(directory, manifest, done, series, say, there)
 
 
 @contextlib.contextmanager
@@ -175,27 +179,33 @@ def check_nodes(manifest: SweepManifest, nodes: int) -> None:
         raise rundir.RunError(f"this sweep was on {manifest.on}, where it goes on; leave --nnodes out.")
 
 
+def _series(manifest: SweepManifest, done: Sequence[CellResult]) -> Series:
+    return Series("cell", [cell.name for cell in manifest.cells], [result.cell for result in done])
+
+
 def _measure(
-    directory: Path, manifest: SweepManifest, done: Sequence[CellResult], say: Say, around: Dependencies
+    directory: Path,
+    manifest: SweepManifest,
+    done: Sequence[CellResult],
+    series: Series,
+    say: Say,
+    around: Dependencies,
 ) -> int:
     """Measures the cells that have no result yet."""
-    finished = {result.cell for result in done}
-    cells = [cell for cell in manifest.cells if cell.name not in finished]
     labels = {"platform": manifest.platform, "version": manifest.version, "preset": manifest.preset or ""}
     progress = Progress(
-        directory, manifest.run_id, labels, len(manifest.cells), done, say,
-        lambda cell, speed: utilization(cell, manifest, speed),
-    )  # fmt: skip
-    measuring = _Measuring(directory, manifest, around, progress, cells)
+        directory, manifest.run_id, labels, series, done, say, lambda cell, speed: utilization(cell, manifest, speed)
+    )
+    measuring = _Measuring(directory, manifest, around, progress, series)
     code = exit_codes.FAILED
     try:
-        code = until_stopped(directory, say, measuring.all)
+        code = until_stopped(directory, progress.say, measuring.all)
     except NodeLost as lost:
-        say(f"{lost}; what is done is in {directory}, and --resume goes on once all nodes are there")
+        progress.say(f"{lost}; what is done is in {directory}, and --resume goes on once all nodes are there")
     finally:
         progress.end("finished" if code == exit_codes.OK else "stopped")
     if code not in (exit_codes.OK, exit_codes.FAILED):
-        say(f"training_probe sweep --resume {directory} goes on from there")
+        say(series.remainder("training_probe sweep", directory))
     return code
 
 
@@ -203,18 +213,18 @@ class _Measuring:
     """The cells of a sweep, as they are measured; on a cluster several at a time."""
 
     def __init__(
-        self, directory: Path, manifest: SweepManifest, around: Dependencies, progress: Progress, cells: Sequence[Cell]
+        self, directory: Path, manifest: SweepManifest, around: Dependencies, progress: Progress, series: Series
     ) -> None:
         self._cancelled = threading.Event()
-        self._cells = cells
+        waiting = set(series.waiting)
+        self._cells = [cell for cell in manifest.cells if cell.name in waiting]
         self._directory, self._manifest, self._around, self._progress = directory, manifest, around, progress
         self._lock = threading.Lock()
-        self._left = {cell.name for cell in cells}  # to be run
         if around.cluster is None:
-            self._left = {cell.name for cell in cells if self._refusal(cell, manifest) is None}
+            series.instant.update(cell.name for cell in self._cells if self._refusal(cell, manifest) is not None)
 
     def all(self, cancelled: threading.Event) -> None:
-        """One after another, or on a cluster. Raises StoppedError and NodeLost."""
+        """One after another, or on a cluster. Raises Stopped and NodeLost."""
         self._cancelled = cancelled
         if self._around.cluster is not None:
             self._around.cluster.each(self._cells, self.on_nodes, cancelled)
@@ -240,15 +250,13 @@ class _Measuring:
     def _cell(
         self, cell: Cell, manifest: SweepManifest, around: Dependencies, memory: Memory, nodes: Sequence[str] = ()
     ) -> None:
-        """Raises StoppedError."""
+        """Raises Stopped."""
         why = self._refusal(cell, manifest)
         if why is not None:
             self._over(cell, *why)
             return
         predicted = around.predicted_fields(cell, manifest)
-        with self._lock:
-            self._left.discard(cell.name)
-            progress = self._progress.begin(cell, predicted.get("predicted_memory_gb"), len(self._left))
+        progress = self._progress.begin(cell, predicted.get("predicted_memory_gb"))
         context = Context(
             directory=self._directory, manifest=manifest, around=around, progress=progress, memory=memory,
             cancelled=self._cancelled, nodes=nodes,
@@ -269,7 +277,6 @@ class _Measuring:
                          started_unix_s=time.time(), deepspeed=self._manifest.trial(cell).deepspeed,
                          **predicted)  # fmt: skip
         with self._lock:
-            self._left.discard(cell.name)
             results.append(self._directory, result)
             self._progress.over(result)
 

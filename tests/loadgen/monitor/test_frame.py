@@ -8,7 +8,8 @@ import re
 import pytest
 
 from backends.gpus import GpuSample
-from loadgen.monitor.frame import MAX_LINES, Frame, clock, lines, sparkline
+from loadgen.live_view import MAX_LINES, clock, sparkline
+from loadgen.monitor.frame import Frame, lines
 from loadgen.monitor.server_view import ServerSample
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.terminal import styled

@@ -8,6 +8,7 @@ import select
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.monitor.frame import Frame
+from loadgen.live_view import Picture
+from loadgen.monitor.frame import Frame, lines
 from loadgen.monitor.messages import Expected, Live
 from loadgen.monitor.totals import Record, Totals
-from loadgen.monitor.view import Course, Recent, Terminal, quantiles
+from loadgen.monitor.view import Course, Recent, quantiles
 from tests.loadgen.monitor.directories import write_manifest
 
 S = 1_000_000_000
@@ -126,8 +128,8 @@ class Screen:
         self.screen = pyte.Screen(80, 24)
         self._fd, self._stream = fd, pyte.ByteStream(self.screen)
 
-    def after(self, terminal: Terminal, frame: Frame) -> list[str]:
-        terminal.show(frame)
+    def after(self, picture: Picture, frame: Frame) -> list[str]:
+        picture.show(partial(lines, frame))
         return self.read(f"{frame.server}, burst")
 
     def read(self, awaited: str = "") -> list[str]:
@@ -150,56 +152,56 @@ def test_a_picture_replaces_the_one_before_and_the_last_goes(
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = ends
     os.write(theirs, b"before\n")
-    screen, terminal = Screen(ours), Terminal(theirs)
-    long = screen.after(terminal, Frame(server="long", load="burst", emulated=False, failed={"timeout": 1}, done=1))
+    screen, picture = Screen(ours), Picture(theirs)
+    long = screen.after(picture, Frame(server="long", load="burst", emulated=False, failed={"timeout": 1}, done=1))
     assert long[:2] == ["before", "long, burst"] and "1 timeout" in long[4]
     os.write(theirs, b"^C")  # a terminal's echo of it
-    short = screen.after(terminal, Frame(server="short", load="burst", emulated=False, done=2))
+    short = screen.after(picture, Frame(server="short", load="burst", emulated=False, done=2))
     assert short[:2] == ["before", "short, burst"] and len(short) == len(long) - 1 and "^C" not in "".join(short)
-    terminal.end(erase=True)
+    picture.end(erase=True)
     assert screen.read("before") == ["before"] and screen.screen.cursor.y == 1 and not screen.screen.cursor.hidden
 
 
 def test_a_killed_run_leaves_the_picture_and_what_a_shell_wrote_below_it(ends: tuple[int, int]) -> None:
     ours, theirs = ends
-    screen, terminal = Screen(ours), Terminal(theirs)
-    shown = screen.after(terminal, Frame(server="one", load="burst", emulated=False))
+    screen, picture = Screen(ours), Picture(theirs)
+    shown = screen.after(picture, Frame(server="one", load="burst", emulated=False))
     os.write(theirs, b"$ ")
-    terminal.end(erase=False)
+    picture.end(erase=False)
     assert screen.read("$") == [*shown, "$"]
 
 
 def test_a_picture_after_a_pause_begins_below_what_was_written_meanwhile(
     ends: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.monitor.view.FORGOTTEN_S", 0.2)
+    monkeypatch.setattr("loadgen.live_view.FORGOTTEN_S", 0.2)
     ours, theirs = ends
-    screen, terminal = Screen(ours), Terminal(theirs)
-    screen.after(terminal, Frame(server="one", load="burst", emulated=False))
+    screen, picture = Screen(ours), Picture(theirs)
+    screen.after(picture, Frame(server="one", load="burst", emulated=False))
     os.write(theirs, b"[1]+  Stopped\n")
     time.sleep(0.3)
-    text = screen.after(terminal, Frame(server="two", load="burst", emulated=False))
+    text = screen.after(picture, Frame(server="two", load="burst", emulated=False))
     assert "[1]+  Stopped" in text and text.index("one, burst") < text.index("[1]+  Stopped") < text.index("two, burst")
-    terminal.end(erase=True)
+    picture.end(erase=True)
 
 
 def test_a_terminal_that_takes_nothing_holds_nobody_up(ends: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.monitor.view.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("loadgen.live_view.END_TIMEOUT_S", 0.1)
     _, theirs = ends
-    terminal = Terminal(theirs)
+    picture = Picture(theirs)
     for number in range(200):  # nobody reads: its buffer of some kilobytes is full soon
-        terminal.show(Frame(server=f"{number}" * 60, load="burst", emulated=True))
+        picture.show(partial(lines, Frame(server=f"{number}" * 60, load="burst", emulated=True)))
         time.sleep(0.001)
-    terminal.end(erase=True)
+    picture.end(erase=True)
 
 
 def test_a_terminal_that_is_gone_is_no_error() -> None:
     ours, theirs = pty.openpty()
-    terminal = Terminal(theirs)
+    picture = Picture(theirs)
     os.close(ours)
-    terminal.show(Frame(server="x", load="burst", emulated=False))
+    picture.show(partial(lines, Frame(server="x", load="burst", emulated=False)))
     time.sleep(0.05)
-    terminal.end(erase=True)
+    picture.end(erase=True)
     os.close(theirs)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from backends.exit_codes import Stopped
 from loadgen.cluster.link import NodeLost
 from loadgen.cluster.ray_cluster import Machine
 from tests.training_probe import stand_in
@@ -23,7 +24,7 @@ from training_probe.launch import cluster, nodes
 from training_probe.launch.cluster import Cluster, Placed, choose
 from training_probe.launch.node import Inspect, Order, Reply
 from training_probe.launch.nodes import Nodes
-from training_probe.launch.runner import Launching, Limits, NodeRank, StoppedError, TrialOutcome, run_trial, torchrun
+from training_probe.launch.runner import Launching, Limits, NodeRank, TrialOutcome, run_trial, torchrun
 from training_probe.protocol import Trial
 
 pytestmark = [
@@ -153,7 +154,7 @@ def test_a_stop_ends_all(tmp_path: Path, two: list[Pipe]) -> None:
         training.extend(alive(tmp_path))
         cancelled.set()
 
-    with pytest.raises(StoppedError):
+    with pytest.raises(Stopped):
         run(tmp_path, two, "hangs", 2, on_step=stop, cancelled=cancelled)
     assert training and alive(tmp_path) == []
 
@@ -255,7 +256,7 @@ def test_a_defect_or_a_stop_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match="a defect"):
         Cluster(fake.machines).each(cells("fails", "never"), fake.run, cancelled)
     assert [name for name, _ in fake.done] == ["fails"] and cancelled.is_set()
-    with pytest.raises(StoppedError):
+    with pytest.raises(Stopped):
         Cluster(fake.machines).each(cells("never"), fake.run, cancelled)
     assert len(fake.done) == 1
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.exit_codes import Stopped
 from tests.training_probe import stand_in
 from tests.training_probe.cgroups import limited
 from tests.training_probe.stand_in import GIB, STEP_S
@@ -24,7 +25,7 @@ from training_probe.grid import Cell, Device, Engine, Loss
 from training_probe.launch import outcome as endings
 from training_probe.launch import runner
 from training_probe.launch.outcome import Ended, Evidence, judge
-from training_probe.launch.runner import Launching, Limits, StoppedError, TrialOutcome, job_of, run_trial, start_here
+from training_probe.launch.runner import Launching, Limits, TrialOutcome, job_of, run_trial, start_here
 from training_probe.protocol import RankReport, Step, Trial
 from training_probe.results import loss_doubt
 
@@ -165,10 +166,10 @@ def test_steps_in_time_do_not_save_a_run_from_its_limit(tmp_path: Path) -> None:
 
 def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
     cancelled = threading.Event()
-    with pytest.raises(StoppedError):
+    with pytest.raises(Stopped):
         run(tmp_path, "hangs", 2, cancelled=cancelled, on_step=lambda _: cancelled.set())
     assert not alive(tmp_path)
-    with pytest.raises(StoppedError):
+    with pytest.raises(Stopped):
         run(tmp_path, "ok", cancelled=cancelled)
 
 

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from backends import gpus
 from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
+from loadgen.series import Series
+from tests.loadgen.screen import Terminal
 from tests.support.waiting import until
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB, STEP_S
@@ -39,8 +41,8 @@ from training_probe.results import Attempt, CellResult
 from training_probe.sweep import cell as sweep_cell
 from training_probe.sweep import progress
 from training_probe.sweep.cell import APART, Dependencies, Settings, floor_power_of_two, largest, next_smaller
-from training_probe.sweep.progress import Progress
-from training_probe.sweep.run import begin, dry_run, resume, sweep
+from training_probe.sweep.progress import Progress, lines
+from training_probe.sweep.run import begun, dry_run, resume, sweep
 
 pytestmark = [
     pytest.mark.processes,
@@ -48,6 +50,7 @@ pytestmark = [
 ]
 
 LONG_S = 30.0
+ROOT = str(Path(sweep_cell.__file__).parents[2])
 SPEC = llama_shape.known("7b")
 assert SPEC is not None
 CARD = "NVIDIA H100 80GB HBM3"
@@ -318,7 +321,7 @@ sys.exit(sweep(cells, settings(runs=int(sys.argv[3])), Path(sys.argv[1]), print,
 
 def at_work(directory: Path, cells: str, runs: int, at: str) -> subprocess.Popen[bytes]:
     """A sweep in a process of its own, at work on what waits."""
-    env = {**os.environ, "PYTHONPATH": str(Path(sweep_cell.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": ROOT}
     argv = [sys.executable, "-c", SWEEP, str(directory), cells, str(runs)]
     running = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
     until(lambda: list(directory.glob(f"trials/{at}/steps.jsonl")))
@@ -388,7 +391,8 @@ def test_launches_of_the_cell_that_was_stopped_are_kept(tmp_path: Path) -> None:
 
 def test_a_sweep_does_not_go_on_on_other_gpus(tmp_path: Path) -> None:
     directory, other = tmp_path / "sweep", with_gpus(80, card="NVIDIA H200")
-    begin([cell("ok"), cell("rising")], settings(gpu_ids=(0,)), directory, with_gpus(80))
+    with begun([cell("ok"), cell("rising")], settings(gpu_ids=(0,)), directory, with_gpus(80)):
+        pass
     with pytest.raises(RunError, match=f"was on {CARD}, and here is NVIDIA H200; go on where it was, or"):
         resume(directory, lambda _: None, other)
     assert resume(directory, lambda _: None, with_gpus(80)) == 0
@@ -397,7 +401,8 @@ def test_a_sweep_does_not_go_on_on_other_gpus(tmp_path: Path) -> None:
 
 
 def test_a_sweep_that_goes_on_on_another_machine_says_so(tmp_path: Path) -> None:
-    manifest = begin([cell("ok")], settings(), tmp_path / "sweep", AROUND)
+    with begun([cell("ok")], settings(), tmp_path / "sweep", AROUND) as manifest:
+        pass
     machine = msgspec.structs.replace(manifest.machine, hostname="another")
     elsewhere = msgspec.structs.replace(manifest, machine=machine)
     protocol.write_atomically(tmp_path / "sweep" / "manifest.json", elsewhere)
@@ -437,8 +442,9 @@ def test_a_full_disk_costs_a_sweep_its_gauges_only(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(progress, "write_snapshot", full)
-    told = Progress(tmp_path, "r", "here", 1, [], lambda _: None, lambda cell, speed: (None, None))
-    told.begin(cell("ok", micro_batch=2), None, to_run=0)
+    one = cell("ok", micro_batch=2)
+    told = Progress(tmp_path, "r", {}, Series("cell", [one.name]), [], lambda _: None, lambda cell, speed: (None, None))
+    told.begin(one, None)
     told.end("finished")
 
 
@@ -455,7 +461,8 @@ def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
 )
 def test_a_directory_names_no_program_and_no_cluster(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
     """It may be another's: what it says is not started, and nothing is sent there."""
-    begin([cell("ok")], settings(**fields), tmp_path / "sweep", AROUND)
+    with begun([cell("ok")], settings(**fields), tmp_path / "sweep", AROUND):
+        pass
     with pytest.raises(RunError, match=named):
         resume(tmp_path / "sweep", print)
 
@@ -509,45 +516,50 @@ def step(number: int, step_s: float) -> Step:
     return Step(step=number, phase="timed", step_s=step_s, forward_s=0, backward_s=0, optimizer_s=0, loss=2.5)
 
 
-def test_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_shown_of_a_sweep_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    lines: list[str] = []
-    told = Progress(
-        tmp_path, "r", {"platform": "here"}, 4, [], lines.append, lambda cell, speed: (speed / 10_000, None)
-    )
-    one = cell("ok", micro_batch=2)
-    shown = told.begin(one, 3.0, to_run=3)
-    assert told.left_s() is None
-    shown.trial(one, "run 1/1", 0.0)
+    said: list[str] = []
+    one, other = cell("ok", micro_batch=2), cell("other")
+    series = Series("cell", [one.name, other.name, "third", "fourth"])
+    told = Progress(tmp_path, "r", {}, series, [], said.append, lambda cell, speed: (speed / 10_000, None))
+    running = told.begin(one, 3.0)
+    running.trial(one, "run 1/1", 0.0)
     now = 10.0
-    shown.step(step(0, 0.5), 1, 4, share=0.25)
-    live = capsys.readouterr().err.split("\r\x1b[2K")
-    assert live[-1] == f"cell 1 of 4  {one.name}: run 1/1 step 1/4, 40 tokens/s, 2 min left"
-    assert told.left_s() == pytest.approx(30 + 3 * 40)
+    running.step(step(0, 0.5), 1, 4, share=0.25)
+    shown = [line.plain.rstrip() for line in lines(told.frame(running), 60)]
+    assert shown == [
+        f"cell 1 of 4  {one.name}", "━" * 2 + "─" * 27 + "    6 %  0:10 gone, about 2:30 left", "now       run 1/1 step 1/4",
+        "tokens/s  40", "memory    3.0 GiB predicted",
+    ]  # fmt: skip
     seen = snapshot(tmp_path)
     assert seen["tokens_per_second"] == {one.name: pytest.approx(2 * 10 / 0.5)}
     assert seen["mfu_ratio"] == {one.name: pytest.approx(0.004)}
     assert seen["step_seconds"] == {one.name: 0.5} and seen["loss"] == {one.name: 2.5}
     assert seen["predicted_memory_bytes"] == {one.name: 3 * GIB}
-    shown.step(step(1, 0.5), 2, 4, share=0.5)  # within the same second: the file is not written again
+    running.step(step(1, 0.5), 2, 4, share=0.5)  # within the same second: the file is not written again
     assert snapshot(tmp_path) == seen
     now = 20.0
-    shown.over(results.of_cell(one, platform="here", outcome="ok"))
-    assert lines == [f"cell 1 of 4  {one.name}: ok"]
-    shown = told.begin(one, None, to_run=2)
-    assert told.left_s() == pytest.approx(20 + 2 * 20)
-    now = 25.0
-    shown.trial(one, "run 1/1", 0.5)
-    assert told.left_s() == pytest.approx(5 + 2 * 20)
+    running.over(results.of_cell(one, platform="here", outcome="ok"))
+    assert said == [f"cell 1 of 4  {one.name}: ok"]
+    running = told.begin(other, None)
+    frame = told.frame(running)
+    assert (frame.left_s, frame.over, frame.predicted_gb) == (pytest.approx(20 + 2 * 20), {"ok": 1}, None)
+    assert max(line.cell_len for line in lines(frame, 30)) <= 30 and len(lines(frame, 80, 2)) == 2
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5940, "99 min"), (7800, "2 h 10 min")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text
+def test_a_sweep_on_a_terminal_has_a_view_that_goes_with_it(tmp_path: Path) -> None:
+    directory = tmp_path / "sweep"
+    terminal = Terminal((sys.executable, "-c", SWEEP, str(directory), "several", "1"), 80, Path(ROOT))
+    third = cell("waits").name
+    terminal.until(lambda text: f"cell 3 of 4  {third}\n" in text and "run 1/1 step" in text)
+    assert [line for line in terminal.lines if "━" in line or "─" in line] != []
+    (directory / "go").touch()
+    assert terminal.ended() == 0
+    left = [line for line in terminal.lines if line]
+    assert [line.split("  ")[0] for line in left] == [f"cell {number} of 4" for number in (1, 2, 3, 4)]
+    assert terminal.restored
+    terminal.close()
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
