@@ -125,19 +125,19 @@ class _Whole(WholeReply):
 
     def __init__(self, kept: Kept | None) -> None:
         super().__init__(partial(_read_whole, kept))
-        self._said: dict[bytes, int] = {}
+        self._header_fields: dict[bytes, int] = {}
 
     def head(self, head: bytes) -> None:
         fields = _HEADERS.findall(head.partition(b"\r\n\r\n")[0])
-        self._said = {name.lower(): int(value) for name, value in fields}
+        self._header_fields = {name.lower(): int(value) for name, value in fields}
 
     def eof(self) -> Sequence[Delta]:
         (delta,) = super().eof()
-        if delta.error is not None or not self._said:
+        if delta.error is not None or not self._header_fields:
             return (delta,)
-        times_us = {name: 1000 * value for name, value in self._said.items()}
+        times_us = {name: 1000 * value for name, value in self._header_fields.items()}
         server = ServerRecord(queue_us=times_us.get(b"queue-time"), e2el_us=times_us.get(b"total-time"))
-        return (msgspec.structs.replace(delta, prompt_tokens=self._said.get(b"prompt-tokens"), server=server),)
+        return (msgspec.structs.replace(delta, prompt_tokens=self._header_fields.get(b"prompt-tokens"), server=server),)
 
 
 def decoder(stream: bool, kept: Kept | None = None) -> Decoder:

@@ -314,7 +314,20 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class FastTransport:
+class BaseTransport:
+    """What every transport holds. fresh: each request has a connection of its own."""
+
+    def __init__(
+        self, target: Target, error_message: Callable[[int, bytes], str], timeouts: Timeouts, *, fresh: bool = False
+    ) -> None:
+        self.target, self.error_message, self.timeouts = target, error_message, timeouts
+        self.reuse = not fresh
+        self.connect_ns = array("q")
+        self.receive_lag_ns = array("q")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+
+class FastTransport(BaseTransport):
     """Own sockets on the event loop, httptools, keep-alive: the transport that measures."""
 
     def __init__(
@@ -327,21 +340,15 @@ class FastTransport:
         kernel_timestamps: bool = False,
         quick_acks: bool = False,
     ) -> None:
-        self.target = target
-        self.error_message = error_message
-        self.timeouts = timeouts
-        self.reuse = not fresh
+        super().__init__(target, error_message, timeouts, fresh=fresh)
         self.plain = not target.tls
         self.kernel_timestamps = kernel_timestamps
         self.quick_acks = quick_acks
         self.wall_minus_monotonic_ns = wall_minus_monotonic_ns()
         self.idle: dict[Connection, None] = {}  # the one that was used last is the last
         self.live: set[Connection] = set()
-        self.connect_ns = array("q")
-        self.receive_lag_ns = array("q")
         self._address: tuple[int, tuple[str, int] | tuple[str, int, int, int]] | None = None
         self._tls = target.tls_context() if target.tls else None
-        self._tasks: set[asyncio.Task[None]] = set()
         host = target.host if ":" not in target.host else f"[{target.host}]"
         self._host_header = f"{host}:{target.port}"
         self._head: tuple[object, bytes] = (None, b"")  # of the request before, and what it was made of

@@ -13,7 +13,7 @@ import time
 from loadgen.client.exchange import Exchange
 
 STATUSES = (429, 503)
-MOST_SAID_S = 60.0
+MOST_RETRY_AFTER_S = 60.0
 FIRST_S, MOST_S = 0.5, 8.0
 
 
@@ -22,11 +22,13 @@ def wait_s(exchange: Exchange, most: int) -> float | None:
     done = len(exchange.refusals_ns)
     if exchange.outcome != "http_error" or exchange.status not in STATUSES or done >= most:
         return None
-    said_s = _said_s(exchange.retry_after.strip())
-    return said_s if said_s is not None and 0 <= said_s <= MOST_SAID_S else min(FIRST_S * 2**done, MOST_S)
+    retry_after_s = _retry_after_s(exchange.retry_after.strip())
+    if retry_after_s is not None and 0 <= retry_after_s <= MOST_RETRY_AFTER_S:
+        return retry_after_s
+    return min(FIRST_S * 2**done, MOST_S)
 
 
-def _said_s(text: str) -> float | None:
+def _retry_after_s(text: str) -> float | None:
     if text.isascii() and text.isdecimal():
         return float(text[:9])
     try:

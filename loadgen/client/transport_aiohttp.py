@@ -7,8 +7,6 @@ aiohttp cannot open them ahead of time. Use it to check the fast transport, not 
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
@@ -20,10 +18,10 @@ from yarl import URL
 
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
+from loadgen.client.connection import BaseTransport
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
-from loadgen.plan import Timeouts
-from loadgen.target import Target, reason
+from loadgen.target import reason
 
 
 class _Protocol(ResponseHandler):
@@ -72,29 +70,14 @@ class _Connector(aiohttp.TCPConnector):
             return connection
 
 
-class AiohttpTransport:
-    def __init__(
-        self,
-        target: Target,
-        error_message: Callable[[int, bytes], str],
-        timeouts: Timeouts,
-        *,
-        fresh: bool = False,
-    ) -> None:
-        self.target = target
-        self.error_message = error_message
-        self.connect_ns = array("q")
-        self.receive_lag_ns = array("q")
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect_s)
-        self._fresh = fresh
-        self._session: aiohttp.ClientSession | None = None
-        self._fresh_session: aiohttp.ClientSession | None = None  # for requests whose reused connection died
-        self._tasks: set[asyncio.Task[None]] = set()
+class AiohttpTransport(BaseTransport):
+    _session: aiohttp.ClientSession | None = None
+    _fresh_session: aiohttp.ClientSession | None = None  # for requests whose reused connection died
 
     async def open(self, connections: int) -> None:
         """Nothing to open ahead: a session opens a connection when a request needs one."""
         if self._session is None:
-            self._session, self._fresh_session = self._new_session(self._fresh), self._new_session(True)
+            self._session, self._fresh_session = self._new_session(not self.reuse), self._new_session(True)
 
     def _new_session(self, fresh: bool) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
@@ -108,8 +91,9 @@ class AiohttpTransport:
         trace.on_connection_create_start.append(started)
         trace.on_connection_create_end.append(ended)
         connector = _Connector(limit=0, force_close=fresh, ssl=self.target.tls_context())
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_s)
         return aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, trace_configs=[trace], auto_decompress=False
+            connector=connector, timeout=timeout, trace_configs=[trace], auto_decompress=False
         )
 
     def prepare(self, request: HttpRequest, request_id: str) -> HttpRequest:

@@ -123,7 +123,7 @@ def lines(report: Numbers) -> Iterator[str]:
     """What the client gave up, and what it sent again, in a sentence each."""
     if (gone := report.abandoned) is not None:
         requests, events = number(gone.requests), number(gone.events)
-        yield f"Given up by the client: {requests} requests, after {events} events. {_told(gone)}"
+        yield f"Given up by the client: {requests} requests, after {events} events. {_slots(gone)}"
     if (again := report.resent) is not None:
         yield (
             f"Sent again after 429 or 503: {number(again.requests)} requests, {number(again.sent)} times in all, of "
@@ -132,7 +132,7 @@ def lines(report: Numbers) -> Iterator[str]:
         )
 
 
-def _told(gone: Abandoned) -> str:
+def _slots(gone: Abandoned) -> str:
     if gone.slots == "unknown":
         return "Whether the server freed their slots does not show: too few others waited for one."
     return (
@@ -148,7 +148,7 @@ def find(numbers: Numbers) -> Iterator[Finding]:
         yield Finding(
             code="SLOTS_HELD",
             severity="warning",
-            message=f"The server went on with replies whose clients had left. {_told(numbers.abandoned)}",
+            message=f"The server went on with replies whose clients had left. {_slots(numbers.abandoned)}",
             advice="Let the server end what its client has given up; a proxy before it must pass on that a connection "
             "has ended.",
         )

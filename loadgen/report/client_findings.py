@@ -75,7 +75,7 @@ class _Machine(NamedTuple):
     def is_full(self) -> bool:
         return self.others is not None and self.ours + self.others >= BUSY_RATIO * self.cores
 
-    def told(self) -> str:
+    def usage(self) -> str:
         """As the end of a sentence on what the client did; empty where nothing is known."""
         if self.others is None:
             return ""
@@ -133,7 +133,7 @@ def _lags(
             yield Finding(
                 code=code,
                 severity=verdict[0],
-                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}{machine.told()}.",
+                message=f"{what} was late by {lag_ms:.1f} ms (p99) where {verdict[1]}{machine.usage()}.",
                 advice=f"{remedy}.",
             )
 
@@ -148,7 +148,7 @@ def _cpu(facts: Sequence[ClientFacts], machine: _Machine, remedy: str) -> Iterat
             severity="invalid" if whole else "warning",
             message=f"A client process used {busiest:.2f} of a core in its busiest second and {mean:.2f} on average"
             + (", so throughput is the client's own limit" if whole else "")
-            + f"{machine.told()}.",
+            + f"{machine.usage()}.",
             advice=f"{remedy}.",
         )
 

@@ -220,11 +220,11 @@ def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
     if not len(told):
         return None
     records = [measured.server[number] for number in told.id.tolist()]
-    columns = {f"{name}_ms": _told(records, f"{name}_us") / 1e3 for name in _TIMES}
+    columns = {f"{name}_ms": _column(records, f"{name}_us") / 1e3 for name in _TIMES}
     steps = told.output_tokens - 1
-    columns["tpot_ms"] = np.where(steps > 0, _told(records, "decode_us") / 1e3 / np.maximum(steps, 1), np.nan)
+    columns["tpot_ms"] = np.where(steps > 0, _column(records, "decode_us") / 1e3 / np.maximum(steps, 1), np.nan)
     known = {name: column for name, column in columns.items() if not np.isnan(column).all()}
-    counts = {name: _sum_told(records, name) for name in _COUNTS}
+    counts = {name: _sum(records, name) for name in _COUNTS}
     return ServerRequests(
         requests=len(told),
         metrics={name: _summary(column, rules) for name, column in known.items()},
@@ -236,12 +236,12 @@ def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
     )  # fmt: skip
 
 
-def _told(records: list[ServerRecord], name: str) -> Column:
+def _column(records: list[ServerRecord], name: str) -> Column:
     values = (getattr(record, name) for record in records)
     return np.fromiter((np.nan if value is None else value for value in values), np.float64, len(records))
 
 
-def _sum_told(records: list[ServerRecord], name: str) -> int | None:
+def _sum(records: list[ServerRecord], name: str) -> int | None:
     values = [value for record in records if (value := getattr(record, name)) is not None]
     return sum(values) if values else None
 

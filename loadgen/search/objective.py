@@ -25,8 +25,8 @@ def parse(slo: str) -> dict[str, float]:
         if limit is None:
             name, equals, _ = (part.strip() for part in item.partition("="))
             wrong = name.removesuffix("_ms") not in METRICS or not name.endswith("_ms")
-            if equals and wrong and (meant := _meant(name)) is not None:
-                raise ConfigError(f"--slo has no '{name}'; did you mean {meant}_ms, in milliseconds?")
+            if equals and wrong and (nearest_metric := _nearest_metric(name)) is not None:
+                raise ConfigError(f"--slo has no '{name}'; did you mean {nearest_metric}_ms, in milliseconds?")
             raise ConfigError(f"--slo '{item.strip()}' is not understood; {HELP}")
         if limit.metric in limits_ms:
             raise ConfigError(f"--slo limits {limit.metric}_ms twice; give each once.")
@@ -45,7 +45,7 @@ def share(slo: str, flag: str, given: float | None) -> float | None:
     return named.pop() if named else given
 
 
-def _meant(name: str) -> str | None:
+def _nearest_metric(name: str) -> str | None:
     """The metric that was probably meant: with another unit, under another tool's name, or misspelt."""
     word = name.lower()
     for unit in ("_ms", "_s", "_us", "_ns", "_sec", "_seconds", "_milliseconds"):

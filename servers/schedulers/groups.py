@@ -49,7 +49,7 @@ class Groups:
         """Whether a request holds other than a block for each block of its tokens."""
         return self.state_blocks > 0 or any(window is not None for window in self.windows)
 
-    def asked(self, tokens: int) -> int:
+    def blocks_needed(self, tokens: int) -> int:
         """Blocks that must be free for a request of so many tokens to be let in."""
         return sum(self._most(window, tokens) for window in self.windows) + self.state_blocks
 
@@ -64,11 +64,11 @@ class Groups:
 
     def tokens(self, blocks: float) -> int:
         """What vLLM prints as the size of a cache of so many blocks."""
-        return int(blocks / self.asked(self.max_model_len) * self.max_model_len)
+        return int(blocks / self.blocks_needed(self.max_model_len) * self.max_model_len)
 
     def blocks(self, tokens: int) -> int:
         """Blocks of a cache of that size."""
-        return round(tokens / self.max_model_len * self.asked(self.max_model_len))
+        return round(tokens / self.max_model_len * self.blocks_needed(self.max_model_len))
 
     def _most(self, window: Window | None, tokens: int) -> int:
         length = min(tokens, self.max_model_len)

@@ -90,10 +90,10 @@ class VllmV1(_Recomputing):
         return Decoding(held, BLOCK_TOKENS)
 
     def admit(self, sequence: Sequence) -> None:
-        if self._asked(sequence.prompt + sequence.output) > self._total:
+        if self._blocks_needed(sequence.prompt + sequence.output) > self._total:
             raise Rejected(400, "the request is longer than the KV cache.")
 
-    def _asked(self, tokens: int) -> int:
+    def _blocks_needed(self, tokens: int) -> int:
         """Blocks that must be free for so many tokens."""
         return -(-tokens // BLOCK_TOKENS)
 
@@ -322,7 +322,7 @@ class VllmV1(_Recomputing):
         while self._waiting and budget > 0 and len(self._running) < self._settings.max_running:
             sequence = self._waiting[0]
             whole = sequence.prompt + sequence.sampled
-            if self._asked(whole) > self._free:  # the whole must fit, though it comes in chunks
+            if self._blocks_needed(whole) > self._free:  # the whole must fit, though it comes in chunks
                 return
             self._waiting.popleft()
             tokens = min(whole, self._most, budget)
@@ -365,8 +365,8 @@ class WindowedVllmV1(VllmV1):
             step.lengths = lengths + [sequence.prompt + sequence.emitted for sequence in step.singles]
         return step
 
-    def _asked(self, tokens: int) -> int:
-        return self._groups.asked(tokens)
+    def _blocks_needed(self, tokens: int) -> int:
+        return self._groups.blocks_needed(tokens)
 
 
 class _HeldInGroups(dict[int, int]):

@@ -103,7 +103,7 @@ class Nodes:
                     name=job.directory.name, files=files, argv=argv, env=dict(job.env), ranks=ranks, gpu_ids=gpu_ids,
                     port=0 if number else known.port,
                 )  # fmt: skip
-                if (problem := _told(link.ask(begin, ASK_S)).problem) is not None:
+                if (problem := _status(link.ask(begin, ASK_S)).problem) is not None:
                     raise LaunchError(f"on {link.host}: {problem}")
         except BaseException:
             running.stop()
@@ -126,7 +126,7 @@ class Nodes:
         except NodeLost:
             return None  # the run itself will tell
         pairs = zip(self.links, replies, strict=True)
-        taken = [f"{link.host}: {problem}" for link, reply in pairs if (problem := _told(reply).problem)]
+        taken = [f"{link.host}: {problem}" for link, reply in pairs if (problem := _status(reply).problem)]
         return "; ".join(taken) or None
 
     def _ask_all(self, order: Order, limit_s: float) -> list[Reply]:
@@ -152,7 +152,7 @@ class _OnNodes:
             return self._exit
         for number, link in enumerate(self.links):
             if number not in self._codes:
-                self._take(number, _told(link.ask(Poll(), ASK_S)))
+                self._take(number, _status(link.ask(Poll(), ASK_S)))
         now = time.monotonic()
         if self._failed_at is None and any(self._codes.values()):
             self._failed_at = now
@@ -167,7 +167,7 @@ class _OnNodes:
 
         def end(number: int) -> None:
             with contextlib.suppress(NodeLost):
-                self._take(number, _told(self.links[number].ask(StopRanks(), END_S)))
+                self._take(number, _status(self.links[number].ask(StopRanks(), END_S)))
 
         map_concurrently(end, range(len(self.links)))
         if self._exit.code == 0:
@@ -210,6 +210,6 @@ def _facts(reply: Reply) -> Facts:
     return reply
 
 
-def _told(reply: Reply) -> Status:
+def _status(reply: Reply) -> Status:
     assert isinstance(reply, Status)
     return reply

@@ -50,7 +50,7 @@ def test_windows_leave_room_for_more_requests() -> None:
     """gpt-oss: 18 layers keep 128 tokens. Of a request of the full length every second block is saved but for what
     steps may have under way."""
     groups = groups_of("gpt-oss-120b")
-    assert groups.asked(FULL_LENGTH) == 8192 + -(-(127 + IN_FLIGHT) // BLOCK_TOKENS) + 1
+    assert groups.blocks_needed(FULL_LENGTH) == 8192 + -(-(127 + IN_FLIGHT) // BLOCK_TOKENS) + 1
     assert groups.held(FULL_LENGTH // BLOCK_TOKENS) == 8192 + 8 + 1
 
 
@@ -63,7 +63,7 @@ def test_what_is_held_grows_and_stays_within_all_tokens(kept: list[tuple[int, in
     groups = Groups.of(layers, FULL_LENGTH, IN_FLIGHT)
     blocks = -(-tokens // BLOCK_TOKENS)
     assert 0 < groups.held(blocks) <= groups.held(blocks + 1)
-    assert groups.held(blocks) <= groups.asked(tokens) <= len(groups.windows) * blocks
+    assert groups.held(blocks) <= groups.blocks_needed(tokens) <= len(groups.windows) * blocks
     assert groups.layers * len(groups.windows) >= sum(count for count, _ in kept)
 
 
@@ -100,7 +100,7 @@ def test_a_state_is_held_by_each_request_whatever_its_length() -> None:
     groups = dataclasses.replace(Groups.of([(12, None)], 8192, IN_FLIGHT), state_blocks=100)
     assert groups.uneven and not Groups.of([(12, None)], 8192, IN_FLIGHT).uneven
     assert (groups.held(1), groups.held(10)) == (101, 110)
-    assert groups.asked(160) == 110 and groups.blocks(groups.tokens(6120)) == 6120
+    assert groups.blocks_needed(160) == 110 and groups.blocks(groups.tokens(6120)) == 6120
     settings = VllmV1.Settings(max_running=1000, budget_tokens=8192, async_scheduling=False)
     scheduler = WindowedVllmV1(groups.tokens(1101), settings, groups)
     for number in range(20):
