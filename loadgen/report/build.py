@@ -31,6 +31,7 @@ from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.report import abandoned, findings, metrics, reasoning, schema, sessions, sharing, slices, stalls
 from loadgen.report.finding import Finding
+from loadgen.report.findings.stream import is_delivery
 from loadgen.report.metrics import CONVENTIONS, METRICS, Convention
 from loadgen.report.pages import charts, parts, run, runs
 from loadgen.report.pages.charts import Shown
@@ -186,7 +187,7 @@ def _on_the_wire(
         "imported": "" if manifest.imported is None else manifest.imported.tool,
         "ttft_answer_ms": reasoning.ttft_answer(measured, rules),
         "reasoning": reasoning.build(measured, rules),
-        "ttft_of_delivery": findings.is_delivery(measured),
+        "ttft_of_delivery": is_delivery(measured),
     }
 
 
