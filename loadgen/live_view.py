@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from loadgen.terminal import styled
+from loadgen.terminal import in_foreground, styled
 
 MAX_LINES = 15
 LABEL_COLUMNS = 10
@@ -33,10 +33,11 @@ Draw = Callable[[int, int], Sequence[Text]]  # lines of at most so many columns,
 
 
 class Picture:
-    """Keeps a picture on a terminal up to date, in its own thread."""
+    """Keeps a picture on a terminal up to date, in its own thread. every_s: draws it so often, while this program has
+    the terminal; None: whenever it is shown another."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, every_s: float | None = None) -> None:
+        self._fd, self._every_s = fd, every_s
         self._wanted: Draw | None = None
         self._changed, self._over = threading.Event(), False
         self._drawing = threading.Lock()
@@ -47,7 +48,8 @@ class Picture:
 
     def show(self, draw: Draw) -> None:
         self._wanted = draw
-        self._changed.set()
+        if self._every_s is None:
+            self._changed.set()
 
     def clear(self) -> None:
         """Takes the picture off the screen, for a line that is to stay there; the next one is drawn below it."""
@@ -69,10 +71,10 @@ class Picture:
 
     def _run(self) -> None:
         while not self._over:
-            self._changed.wait()
+            self._changed.wait(self._every_s)
             self._changed.clear()
             with self._drawing:
-                if (draw := self._wanted) is not None:
+                if (draw := self._wanted) is not None and (self._every_s is None or in_foreground(self._fd)):
                     self._draw(draw)
 
     def _draw(self, draw: Draw) -> None:

@@ -428,9 +428,7 @@ class NextRun:
     watch: Progress | None = None
 
 
-async def measure_each(
-    whole: Run, runs: Callable[[Served], AsyncGenerator[NextRun, None]], when: str = BEFORE
-) -> None:
+async def measure_each(whole: Run, runs: Callable[[Served], AsyncGenerator[NextRun, None]], when: str = BEFORE) -> None:
     """One run after another on one start of the server of `whole`; `runs` is asked for the next one when the one before
     is over. A signal ends the run that it meets in good order, and no other begins. Raises as `Run.measure` does; the
     runs before are kept."""

@@ -27,6 +27,9 @@ class Series:
         self._running: dict[str, _Running] = {}
         self._took_s: list[float] = []
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     @property
     def waiting(self) -> list[str]:
         """The measurements that have not ended, in their order."""

@@ -25,7 +25,7 @@ def wait_s(exchange: Exchange, most: int) -> float | None:
     retry_after_s = _retry_after_s(exchange.retry_after.strip())
     if retry_after_s is not None and 0 <= retry_after_s <= MOST_RETRY_AFTER_S:
         return retry_after_s
-    return min(FIRST_S * 2**done, MOST_S)
+    return min(FIRST_S * float(2**done), MOST_S)
 
 
 def _retry_after_s(text: str) -> float | None:

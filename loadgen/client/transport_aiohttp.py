@@ -92,9 +92,7 @@ class AiohttpTransport(BaseTransport):
         trace.on_connection_create_end.append(ended)
         connector = _Connector(limit=0, force_close=fresh, ssl=self.target.tls_context())
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_s)
-        return aiohttp.ClientSession(
-            connector=connector, timeout=timeout, trace_configs=[trace], auto_decompress=False
-        )
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace], auto_decompress=False)
 
     def prepare(self, request: HttpRequest, request_id: str) -> HttpRequest:
         headers = (

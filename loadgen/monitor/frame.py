@@ -1,5 +1,5 @@
-"""One picture of a run while it lasts, as lines of the live view, none wider than asked. Text that came from a server is
-escaped, and never read as markup.
+"""One picture of a run while it lasts, as lines of the live view, none wider than asked. Text that came from a server
+is escaped, and never read as markup.
 """
 
 from __future__ import annotations

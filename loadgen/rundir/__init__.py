@@ -253,9 +253,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def measuring(
-    directory: Path, *, private: bool = False, resumed: bool = False, plan: str = ""
-) -> Iterator[None]:
+def measuring(directory: Path, *, private: bool = False, resumed: bool = False, plan: str = "") -> Iterator[None]:
     """Makes the directory of a measurement, or takes that of one that is `resumed`, and keeps every other command that
     writes out of it. A new one goes again where nothing came into it but the file `plan`. Raises RunError."""
     made = None if resumed else create(directory, private=private)

@@ -412,7 +412,7 @@ class OpenAIReply(TGIReply):
         super().__init__(body.stream, prompt_tokens, output_tokens)
         self._usage_last = body.stream_options is not None and body.stream_options.include_usage
         self._begin = {"object": kind, "id": "", "created": int(time.time())}
-        self._identity = {"model": model, "system_fingerprint": f"{VERSION}-{wire.MARK}"}  # version and Docker label
+        self._maker = {"model": model, "system_fingerprint": f"{VERSION}-{wire.MARK}"}  # version and Docker label
         self._prefix, _, self._suffix = self._chunk("@", None, 0).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:
@@ -461,14 +461,14 @@ class CompletionWire(OpenAIReply):
     def _chunk(self, text: str, finish: Finish | None, count: int) -> bytes:
         choices = [{"index": self._index, "text": text, "logprobs": None, "finish_reason": finish or ""}]
         if finish is None:
-            return _frame(wire.encode_json({**self._begin, "choices": choices, **self._identity}))
-        return _frame(wire.encode_json({**self._begin, **self._identity, "choices": choices, "usage": self._usage(count)}))
+            return _frame(wire.encode_json({**self._begin, "choices": choices, **self._maker}))
+        return _frame(wire.encode_json({**self._begin, **self._maker, "choices": choices, "usage": self._usage(count)}))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         n_prompt, n_output = self._ended.prompt_tokens, self._ended.output_tokens
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_output, "total_tokens": n_prompt + n_output}
         choices = sorted(self._ended.choices, key=lambda choice: int(choice["index"]))
-        head = {**self._begin, **self._identity, "choices": choices, "usage": usage}
+        head = {**self._begin, **self._maker, "choices": choices, "usage": usage}
         return self._whole_page(head, count, seconds)
 
 
@@ -483,20 +483,20 @@ class ChatWire(OpenAIReply):
         return super().token(count) if self._candidates is None else self.event(count, 1, None)
 
     def tail(self, count: int, done: bool = True) -> bytes:
-        usage = {**self._begin, **self._identity, "choices": [], "usage": self._usage(count)}
+        usage = {**self._begin, **self._maker, "choices": [], "usage": self._usage(count)}
         return (_frame(wire.encode_json(usage)) if self._usage_last else b"") + super().tail(count, done)
 
     def _chunk(self, text: str, finish: Finish | None, count: int) -> bytes:
         delta = {"role": "assistant", "content": text}
         logprobs = self._logprobs(text.split(" ")[1:]) if text else None
         choices = [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]
-        return _frame(wire.encode_json({**self._begin, **self._identity, "choices": choices, "usage": None}))
+        return _frame(wire.encode_json({**self._begin, **self._maker, "choices": choices, "usage": None}))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
         message = {"role": "assistant", "content": wire.output_text(count)}
         logprobs = self._logprobs(message["content"].split(" ")[1:])
         choices = [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}]
-        head = {**self._begin, "object": "chat.completion", **self._identity, "choices": choices}
+        head = {**self._begin, "object": "chat.completion", **self._maker, "choices": choices}
         return self._whole_page({**head, "usage": self._usage(count)}, count, seconds)
 
     def _logprobs(self, words: list[str]) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ from loadgen.plan import planned_load, read_dataset, unkept
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
-from servers.simulator.build import Emulated, EmulationError, emulate
+from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions, uncollected
 

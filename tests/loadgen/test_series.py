@@ -69,7 +69,7 @@ def test_what_was_cut_short_is_kept_under_the_first_free_number(tmp_path: Path) 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "unfinished").touch()
     (tmp_path / "other" / "1").touch()
-    with pytest.raises(RunError, match="cannot move .*other/1 to "):
+    with pytest.raises(RunError, match=r"cannot move .*other/1 to "):
         put_aside(tmp_path / "other" / "1")
 
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
+from loadgen import series
 from loadgen.report import metrics
 from loadgen.rundir import Family, MetricSample, Snapshot, records, write_snapshot
 from loadgen.rundir.records import Table
-from loadgen.series import Series
 from tests.observability import names
 from tests.observability.names import Query
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, prometheus
@@ -140,7 +140,7 @@ def sweep(runs: Path) -> Progress:
         runs / "sweep",
         SWEEP,
         {"platform": "here"},
-        Series("cell", [done[0].cell, done[1].cell, cell("F+Z2").name, "last"], [done[0].cell, done[1].cell]),
+        series.Series("cell", [done[0].cell, done[1].cell, cell("F+Z2").name, "last"], [done[0].cell, done[1].cell]),
         done,
         lambda line: None,
         lambda cell, speed: (speed / 10_000, None),

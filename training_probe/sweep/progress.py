@@ -34,7 +34,8 @@ Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 @dataclass(frozen=True, kw_only=True)
 class Frame:
     """What one picture shows. others: how many other cells run. doing: of this cell. tokens_per_s: None before its
-    first step; one value a second in the history, the newest last. over: cells, by outcome."""
+    first step; one value a second in the history, the newest last. over: cells, by outcome. at_s: when all this was so,
+    by the monotonic clock."""
 
     place: str
     cell: str
@@ -47,6 +48,7 @@ class Frame:
     tokens_history: Sequence[float | None]
     predicted_gb: float | None
     over: Mapping[str, int]
+    at_s: float
 
 
 def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
@@ -55,10 +57,12 @@ def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
     title = Text(f"{frame.place}  {frame.cell}{others}", style="bold")
     title.truncate(width, overflow="ellipsis")
     speed = [] if frame.tokens_per_s is None else [f"{frame.tokens_per_s:,.0f}"]
+    age_s = time.monotonic() - frame.at_s
+    left_s = None if frame.left_s is None else max(0.0, frame.left_s - age_s)
     memory = [] if frame.predicted_gb is None else [f"{size(frame.predicted_gb)} predicted"]
     return [
         title,
-        bar(frame.done_ratio, frame.elapsed_s, frame.left_s, width),
+        bar(frame.done_ratio, frame.elapsed_s + age_s, left_s, width),
         *row("now", [frame.doing], width),
         *row("tokens/s", speed, width, frame.tokens_history),
         *row("memory", memory, width),
@@ -117,7 +121,7 @@ class Progress:
         self._directory, self._run_id, self._labels, self._series = directory, run_id, labels, series
         self._results = list(done)
         self._say, self._utilization = say, utilization
-        self._picture = Picture(sys.stderr.fileno()) if terminal.draws(sys.stderr) else None
+        self._picture = Picture(sys.stderr.fileno(), EVERY_S) if terminal.draws(sys.stderr) else None
         self._speeds: deque[float | None] = deque(maxlen=MAX_SPARK)
         self._running: list[CellProgress] = []
         self.lock = threading.RLock()
@@ -161,22 +165,21 @@ class Progress:
     def show(self, cell: CellProgress, share: float, at_least_after_s: float = 0.0) -> None:
         """What one of the cells that run does now, and the share of it that is done."""
         self._series.progress(cell.cell.name, share)
-        if time.monotonic() - self._shown_s < at_least_after_s:
-            return
-        self._shown_s = time.monotonic()
-        if self._picture is not None and terminal.in_foreground(sys.stderr.fileno()):
-            self._speeds.append(cell.speed())
+        if self._picture is not None:
             self._picture.show(partial(lines, self.frame(cell)))
-        self._write("running")
+        if time.monotonic() - self._shown_s >= at_least_after_s:
+            self._shown_s = time.monotonic()
+            self._speeds.append(cell.speed())
+            self._write("running")
 
     def frame(self, cell: CellProgress) -> Frame:
         """The picture as it is now."""
-        outcomes = Counter(result.outcome for result in self._results)
+        outcomes = Counter[str](result.outcome for result in self._results)
         return Frame(
             place=self._series.place(cell.cell.name), cell=cell.cell.name, others=len(self._running) - 1,
             doing=cell.doing, done_ratio=self._series.done_ratio, elapsed_s=time.monotonic() - self._began_s,
             left_s=self._series.left_s, tokens_per_s=cell.speed(), tokens_history=tuple(self._speeds),
-            predicted_gb=cell.predicted_gb, over=dict(outcomes),
+            predicted_gb=cell.predicted_gb, over=dict(outcomes), at_s=time.monotonic(),
         )  # fmt: skip
 
     def _write(self, state: Literal["running", "finished", "stopped"]) -> None:
@@ -201,7 +204,7 @@ class Progress:
             *(Family(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
                    [MetricSample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
-            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(self._planned)]),
+            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(len(self._series))]),
         ]  # fmt: skip
 
     def _present(self, cell: CellProgress) -> dict[str, float | None]:

@@ -77,9 +77,7 @@ def sweep(
 
 
 @contextlib.contextmanager
-def begun(
-    cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies
-) -> Iterator[SweepManifest]:
+def begun(cells: Sequence[Cell], settings: Settings, directory: Path, around: Dependencies) -> Iterator[SweepManifest]:
     """Makes the directory, with the manifest in it, which is its own for the block. Raises RunError."""
     cells = one_name_each(cells)
     inventory = around.inventory()
