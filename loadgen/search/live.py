@@ -35,12 +35,12 @@ from loadgen.load.load import Load
 from loadgen.report import build
 from loadgen.run import NextRun, Run, Served, measure_each
 from loadgen.rundir.outcomes import OUTCOMES
+from loadgen.rundir.series import put_aside
 from loadgen.search import results
 from loadgen.search.highest import Ended, Guess, Order, Probe, Seen, answer, conclude, next_probe
 from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
 from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
-from loadgen.series import put_aside
 from loadgen.steady.keeping_up import KeepingUp
 
 ALONE_REQUESTS = 4

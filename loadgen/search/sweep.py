@@ -30,9 +30,9 @@ from loadgen.report import build, sweeps
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
 from loadgen.run import NextRun, Run, Say, Served, measure_each
+from loadgen.rundir.series import Series, put_aside
 from loadgen.search.idle import idle, looking_at
 from loadgen.search.points import UNITS, PointRun, SweepOptions, flag_of
-from loadgen.series import Series, put_aside
 from loadgen.server import embedded
 from loadgen.server.launch import plan_launch
 

@@ -24,9 +24,8 @@ from typing import Any
 
 import pytest
 
-from loadgen import series
 from loadgen.report import metrics
-from loadgen.rundir import Family, MetricSample, Snapshot, records, write_snapshot
+from loadgen.rundir import Family, MetricSample, Snapshot, records, series, write_snapshot
 from loadgen.rundir.records import Table
 from tests.observability import names
 from tests.observability.names import Query

@@ -19,7 +19,7 @@ from rich.text import Text
 from loadgen import terminal
 from loadgen.live_view import MAX_LINES, MAX_SPARK, Picture, bar, row
 from loadgen.rundir import Family, MetricSample, Snapshot, write_snapshot
-from loadgen.series import Series, duration
+from loadgen.rundir.series import Series, duration
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import GIB, CellResult, Outcome

@@ -29,7 +29,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
-from loadgen.series import Series
+from loadgen.rundir.series import Series
 from training_probe import own_deepspeed, results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.cluster import Placed, joined

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from backends import gpus
 from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
-from loadgen.series import Series
+from loadgen.rundir.series import Series
 from tests.loadgen.screen import Terminal
 from tests.support.waiting import until
 from tests.training_probe import stand_in

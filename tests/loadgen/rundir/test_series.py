@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.rundir import RunError
-from loadgen.series import Series, duration, put_aside
+from loadgen.rundir.series import Series, duration, put_aside
 
 
 @pytest.fixture
