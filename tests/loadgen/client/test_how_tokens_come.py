@@ -181,11 +181,8 @@ def test_reasoning_that_is_told_apart_has_its_own_first_token_and_pace(counted: 
     assert exchange.times == array("q", [100 * at * MS for at in (1, 2, 3, 4, 5, 8)])
     report = report_of(exchange.record(0, streamed=True))
     thought = report.reasoning
-    assert thought is not None and (thought.replies, thought.thinking_tokens_mean, thought.thinking_ratio) == (
-        1,
-        3,
-        0.5,
-    )
+    assert thought is not None and thought.replies == 5
+    assert (thought.thinking_tokens_mean, thought.thinking_ratio) == (3, 0.5)
     assert thought.thinking_ms.p50 == 300 and thought.answer_tpot_ms.p50 == 200
     assert report.metrics["ttft_ms"].p50 == 100
     assert report.ttft_answer_ms is not None and report.ttft_answer_ms.p50 == 400
