@@ -66,6 +66,7 @@ class _Identity(msgspec.Struct):
     model_id: str | None = None
     max_total_tokens: object = None
     max_concurrent_requests: object = None
+    max_input_length: object = None
     version: str | None = None
     model_name: str | None = None
     model_path: str | None = None
@@ -100,6 +101,8 @@ def _identify(path: str, body: bytes) -> tuple[str, ServerInfo]:
     if identity.model_id is not None and identity.max_total_tokens is not None:
         limit, most = _whole(identity.max_total_tokens), _whole(identity.max_concurrent_requests)
         return "tgi", ServerInfo(identity.model_id, limit, identity.version, max_requests=most)
+    if identity.model_id is not None and identity.max_input_length is not None:  # Text Embeddings Inference
+        return "tei", ServerInfo(identity.model_id, _whole(identity.max_input_length), identity.version)
     if identity.model_name is not None:
         return "lightllm", ServerInfo(model=identity.model_name)
     if identity.model_path is not None and identity.is_generation is not None:

@@ -406,7 +406,12 @@ def encode_completion(model: str, prompt: Prompt, sampling: Sampling) -> HttpReq
 
 
 def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
-    messages = [{"role": role, "content": content} for role, content in prompt.messages or (("user", prompt.text),)]
+    messages: list[dict[str, object]]
+    if prompt.images:
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
+        messages = [{"role": "user", "content": [{"type": "text", "text": prompt.text}, *images]}]
+    else:
+        messages = [{"role": role, "content": said} for role, said in prompt.messages or (("user", prompt.text),)]
     return request("/v1/chat/completions", model, sampling, messages=messages)
 
 
@@ -437,5 +442,6 @@ CHAT = Backend(
     read_info=read_any,
     server_metrics={},
     native=False,
+    takes_images=True,
     seen="vLLM 0.32.0 on CPUs, in CI",
 )

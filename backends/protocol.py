@@ -34,12 +34,15 @@ class Truncated(ProtocolError):
 
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt: `token_ids` for servers that take them, else `text`, which tokenizes to `n_tokens` (0: not known).
-    messages: the same text as (role, content), for a chat; empty: it is one message of the user's."""
+    messages: the same text as (role, content), for a chat; empty: it is one message of the user's. items: of a request
+    for several texts each of them, with `n_tokens` together. images: as data: URLs, beside the text."""
 
     n_tokens: int
     token_ids: Sequence[int] | None = None
     text: str | None = None
     messages: tuple[tuple[str, str], ...] = ()
+    items: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 class Kept(msgspec.Struct):
@@ -94,7 +97,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     n_tokens: output tokens that this event carried, as far as the event itself tells (1 when it carries output
     and does not tell how much, 0 when it carries none). The counts are the server's own and final; reasoning_tokens is
-    a part of output_tokens. server: what it says of the whole request, at its end.
+    a part of output_tokens. server: what it says of the whole request, at its end. items: how many of its texts a reply
+    answers that is no text itself.
     """
 
     n_tokens: int = 0
@@ -105,6 +109,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     reasoning_tokens: int | None = None
     error: str | None = None
     server: ServerRecord | None = None
+    items: int | None = None
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -189,6 +194,8 @@ class Backend:
     returns_token_ids: its replies can have the ids of their tokens, of which the next prompt of a session is made where
     prompts are token ids.
     adapter_field: of the body, which names a LoRA adapter, within an object after a dot; "": a request cannot say it.
+    pooled: a request has texts, and its reply, never streamed, is no text but a vector or a score for each of them.
+    takes_images: beside a text.
     """
 
     name: str
@@ -213,3 +220,5 @@ class Backend:
     may_lack_route: bool = False
     returns_token_ids: bool = True
     adapter_field: str = "model"
+    pooled: bool = False
+    takes_images: bool = False

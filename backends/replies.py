@@ -6,6 +6,7 @@ printable line of bounded length. Nothing here raises anything but ProtocolError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
@@ -13,7 +14,7 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import Count as Count
-from backends.protocol import Delta, ProtocolError, Told, Truncated
+from backends.protocol import Delta, ProtocolError, ServerRecord, Told, Truncated
 from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
@@ -123,6 +124,8 @@ def given_up(finish: str) -> str:
 class WholeReply:
     """Decoder of a reply that is one JSON document. `read` makes its Delta, or raises ProtocolError or UNDECODABLE."""
 
+    most_bytes = MAX_BYTES
+
     def __init__(self, read: Callable[[bytes], Delta]) -> None:
         self.plain: PlainTokens | None = None
         self.told: Told | None = None
@@ -131,8 +134,8 @@ class WholeReply:
 
     def feed(self, data: bytes) -> Sequence[Delta]:
         self._body += data
-        if len(self._body) > MAX_BYTES:
-            raise ProtocolError(f"the reply is longer than {MAX_BYTES} bytes")
+        if len(self._body) > self.most_bytes:
+            raise ProtocolError(f"the reply is longer than {self.most_bytes} bytes")
         return ()
 
     def eof(self) -> Sequence[Delta]:
@@ -150,3 +153,32 @@ class WholeReply:
             cut_off = str(error).startswith("Input data was truncated")  # as msgspec words it
             kind = Truncated if cut_off else ProtocolError
             raise kind(f"the reply is {'cut off' if cut_off else 'not what was asked for'}: {quoted(body)}") from error
+
+
+_HEADERS = re.compile(
+    rb"^x-(prompt-tokens|compute-tokens|queue-time|total-time): *(\d{1,12})\r?$", re.IGNORECASE | re.MULTILINE
+)
+
+
+class HeadedReply(WholeReply):
+    """One whose headers may say how long the prompt was, and what it took in milliseconds, as those of Hugging Face's
+    servers do."""
+
+    def __init__(self, read: Callable[[bytes], Delta]) -> None:
+        super().__init__(read)
+        self._header_fields: dict[bytes, int] = {}
+
+    def head(self, head: bytes) -> None:
+        fields = _HEADERS.findall(head.partition(b"\r\n\r\n")[0])
+        self._header_fields = {name.lower(): int(value) for name, value in fields}
+
+    def eof(self) -> Sequence[Delta]:
+        (delta,) = super().eof()
+        if delta.error is not None or not self._header_fields:
+            return (delta,)
+        times_us = {name: 1000 * value for name, value in self._header_fields.items()}
+        tokens = self._header_fields.get(
+            b"prompt-tokens", self._header_fields.get(b"compute-tokens", delta.prompt_tokens)
+        )
+        server = ServerRecord(queue_us=times_us.get(b"queue-time"), e2el_us=times_us.get(b"total-time"))
+        return (msgspec.structs.replace(delta, prompt_tokens=tokens, server=server),)

@@ -9,7 +9,6 @@ token.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -37,9 +36,8 @@ from backends.protocol import (
     Prompt,
     ProtocolError,
     Sampling,
-    ServerRecord,
 )
-from backends.replies import Count, WholeReply, error_message, error_text
+from backends.replies import Count, HeadedReply, error_message, error_text
 from backends.sse import EventReply
 from backends.untrusted import UNDECODABLE, printable
 
@@ -117,31 +115,8 @@ def _read_whole(kept: Kept | None, body: bytes) -> Delta:
     return _last_delta((1 if reply.generated_text else 0) if counted is None else counted, reply.details)
 
 
-_HEADERS = re.compile(rb"^x-(prompt-tokens|queue-time|total-time): *(\d{1,12})\r?$", re.IGNORECASE | re.MULTILINE)
-
-
-class _Whole(WholeReply):
-    """Its headers say how long the prompt was, and what it took in milliseconds."""
-
-    def __init__(self, kept: Kept | None) -> None:
-        super().__init__(partial(_read_whole, kept))
-        self._header_fields: dict[bytes, int] = {}
-
-    def head(self, head: bytes) -> None:
-        fields = _HEADERS.findall(head.partition(b"\r\n\r\n")[0])
-        self._header_fields = {name.lower(): int(value) for name, value in fields}
-
-    def eof(self) -> Sequence[Delta]:
-        (delta,) = super().eof()
-        if delta.error is not None or not self._header_fields:
-            return (delta,)
-        times_us = {name: 1000 * value for name, value in self._header_fields.items()}
-        server = ServerRecord(queue_us=times_us.get(b"queue-time"), e2el_us=times_us.get(b"total-time"))
-        return (msgspec.structs.replace(delta, prompt_tokens=self._header_fields.get(b"prompt-tokens"), server=server),)
-
-
 def decoder(stream: bool, kept: Kept | None = None) -> Decoder:
-    return _Stream(kept) if stream else _Whole(kept)
+    return _Stream(kept) if stream else HeadedReply(partial(_read_whole, kept))
 
 
 def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:

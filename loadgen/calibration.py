@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+import backends
 from backends import foreign_files
 from backends.untrusted import UNDECODABLE
 from loadgen import models, rundir
@@ -59,7 +60,7 @@ async def calibrate(plan: Plan) -> Ceiling | None:
     """The client's cost in the plan's shape, as kept or measured now; None where no embedded server speaks the plan's
     protocol, or too few events arrived. Raises EmbeddedError or TransportError."""
     dialect = embedded.DIALECTS.get(plan.backend)
-    if dialect is None:
+    if dialect is None or backends.get(plan.backend).pooled:  # whose replies have no events
         return None
     shape = _Shape.of(plan.job.load)
     name, kept = _name(plan, shape), _kept()

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cyclopts import Group
 
+import backends
 from backends.exit_codes import UserError, check_least
 from backends.untrusted import hide, printable
 from loadgen.load import request_body, workloads
@@ -40,11 +41,17 @@ MOST_REQUESTS = 10**8  # their times are drawn beforehand, 8 bytes each
 LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 LEAST = {
     0: "warmup seed retries",
-    1: "requests input_tokens output_tokens concurrency dp api_servers max_running max_batched_tokens port "
+    1: "requests input_tokens output_tokens batch_size concurrency dp api_servers max_running max_batched_tokens port "
     "metrics_port trace_limit sessions repeat nodes first_tokens context_tokens",
     2: "vocab_size max_model_len",
     LEAST_KV_TOKENS: "kv_tokens",
 }  # what a whole number of an option is at least
+
+
+# options of replies that are texts, and of requests for one
+OF_REPLIES = (
+    "workload", "output_tokens", "ignore_eos", "cancel", "prefix", "sessions", "turns", "think_time", "trace",
+)  # fmt: skip
 
 
 class ConfigError(UserError):
@@ -182,6 +189,14 @@ class LoadOptions:
     trace_from: Annotated[float, _load("Begin so many seconds after its first request.")] = 0.0
     trace_block_tokens: Annotated[
         Whole | None, _load("Tokens that each of its hash_ids stands for (default: the format's, or as lengths say).")
+    ] = None
+    batch_size: Annotated[
+        WholeOrText,
+        _load("Texts of each request for embeddings, ranks or scores, each of --input-tokens: a number, or a law."),
+    ] = 1
+    images: Annotated[
+        str | None,
+        _load("Images beside each prompt of a chat, drawn as PNG: COUNT:WIDTHxHEIGHT; their tokens come on top."),
     ] = None
     adapters: Annotated[
         str | None,
@@ -471,8 +486,12 @@ class Config(
 
     def __post_init__(self) -> None:
         self._take_workload()
+        self._take_endpoint()
         for least, limited in LEAST.items():
-            check_least(ConfigError, least, **{name: getattr(self, name) for name in limited.split()})
+            limits = {name: getattr(self, name) for name in limited.split()}
+            if self.pooled:
+                limits.pop("output_tokens", None)
+            check_least(ConfigError, least, **limits)
         if self.requests is not None and self.requests > MOST_REQUESTS:
             raise ConfigError(f"--requests is {self.requests}; it must be at most {MOST_REQUESTS}, or several runs.")
         for name in (
@@ -486,6 +505,7 @@ class Config(
             raise ConfigError(f"--workers is '{self.workers}'; it must be auto or a number of at least 1.")
         self._check_on()
         self._check_together()
+        self._check_images()
         self._check_launch()
         self._check_modelled()
 
@@ -497,6 +517,26 @@ class Config(
             other = {"arrival": "concurrency", "concurrency": "arrival", "requests": "sessions"}.get(name)
             if not self.given([name]) and (other is None or not self.given([other])):
                 object.__setattr__(self, name, value)
+
+    def _take_endpoint(self) -> None:
+        """Replies that are no texts have no tokens, and none is streamed: options of such replies do not go with it."""
+        if not self.pooled:
+            if self.given(["batch_size"]):
+                raise ConfigError(
+                    "--batch-size is for requests of several texts; name --backend embeddings, rerank or score, or "
+                    "leave it out."
+                )
+            return
+        given = self.given(OF_REPLIES)
+        if "output_tokens" in given and self.output_tokens == 0:  # as it is set here
+            given.remove("output_tokens")
+        if given:
+            raise ConfigError(
+                f"{flag(given[0])} does not go with --backend {self.backend}, whose replies are no texts but a vector "
+                "or a score for each text of a request; leave it out."
+            )
+        object.__setattr__(self, "stream", False)
+        object.__setattr__(self, "output_tokens", 0)
 
     def _check_together(self) -> None:
         if self.url is not None:
@@ -626,6 +666,11 @@ class Config(
         for name, instead in (("requests", how_many), ("duration", "sessions end by themselves")):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{flag(name)} does not go with {of}: {instead}; leave it out.")
+
+    def _check_images(self) -> None:
+        if self.images is not None and (self.sessions is not None or self.dataset is not None):
+            other = "--sessions" if self.sessions is not None else "--dataset"
+            raise ConfigError(f"--images is for single prompts that are drawn, and {other} has others; leave one out.")
 
     def _check_cancel(self) -> None:
         if not 0 <= self.cancel < 1:
@@ -833,6 +878,14 @@ class Config(
         return "vllm" if self.backend is None else self.backend
 
     @functools.cached_property
+    def pooled(self) -> bool:
+        """Whether replies of the backend are no texts; false for one that is not installed, which is found later."""
+        try:
+            return self.backend is not None and backends.get(self.backend).pooled
+        except backends.UnknownBackend:
+            return False
+
+    @functools.cached_property
     def plays_conversations(self) -> bool:
         """Whether --dataset holds conversations, which are sessions, and no single prompts."""
         from loadgen.load.dataset_files import holds_conversations
@@ -842,7 +895,7 @@ class Config(
     @functools.cached_property
     def load(self) -> "Load":
         """What is sent, and when; of a dataset all but its prompts, and how many there are. Raises ConfigError."""
-        from loadgen.load import choices, lengths  # not before the options are read
+        from loadgen.load import choices, images, lengths  # not before the options are read
         from loadgen.load.load import Load, TraceSource, parse_arrival, parse_streams
         from loadgen.load.sessions import EVERY, Sessions, parse_subagents
         from loadgen.load.shapes import parse_prefix
@@ -870,8 +923,10 @@ class Config(
             return Load(
                 arrival=arrival,
                 input_tokens=lengths.parse(self.input_tokens),
-                output_tokens=lengths.parse(self.output_tokens),
+                output_tokens=lengths.fixed(0) if self.pooled else lengths.parse(self.output_tokens),
                 first_tokens=None if self.first_tokens is None else lengths.parse(self.first_tokens),
+                batch=lengths.parse(self.batch_size, lengths.BATCH) if self.given(["batch_size"]) else None,
+                images=None if self.images is None else images.parse(self.images),
                 requests=requests,
                 duration_s=self.duration,
                 streams=None if self.concurrency is None else parse_streams(self.concurrency),
@@ -916,6 +971,11 @@ class Config(
             if limit is None:
                 raise ValueError(
                     f"--goodput '{item}' is not understood; write it as 'ttft<500ms', or ttft:MS, tpot:MS or e2el:MS."
+                )
+            if self.pooled and limit.metric != "e2el":
+                raise ValueError(
+                    f"--goodput limits {limit.metric}, and replies of --backend {self.backend} are not streamed; limit "
+                    "e2el."
                 )
             slos[limit.metric] = limit.limit_ms
         return slos

@@ -296,7 +296,7 @@ def plan_run(
         load=load,
         warmup=config.warmup,
         # a workload repeats what others measure; of several machines the barrier before t = 0 would empty slots
-        drain_warmup=config.drain_warmup or config.workload is not None or config.on is not None,
+        drain_warmup=config.drain_warmup or config.workload is not None or config.on is not None or backend.pooled,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
         session_header=config.session_header,
         retries=config.retries,
@@ -353,6 +353,10 @@ def _load(config: Config, backend: Backend, limit: int | None) -> Load:
 
 def _check_drawn(config: Config, backend: Backend) -> None:
     """Options for prompts of one kind that are drawn, where the prompts are others. Raises ConfigError."""
+    if config.images is not None and not backend.takes_images:
+        raise ConfigError(
+            f"--images: a request to {backend.name} holds no image; take --backend openai-chat or openai-responses."
+        )
     for flag, value, kind in (
         ("--tokenizer", config.tokenizer, "text"), ("--vocab-size", config.vocab_size, "token_ids"),
     ):  # fmt: skip

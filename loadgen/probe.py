@@ -19,6 +19,8 @@ from backends.replies import error_text
 from backends.untrusted import printable
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
+from loadgen.config import ConfigError
+from loadgen.load.images import Images
 from loadgen.load.prompts import ODD_RATIO, ODD_TOKENS, Text
 from loadgen.load.request_body import advised, refused
 from loadgen.plan import Plan
@@ -148,6 +150,8 @@ async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
     try:
         if fits:
             await first.fit()
+            if plan.job.load.images is not None:
+                await first.show(plan.job.load.images)
         else:
             await first.ask(Prompt(4, [1, 2, 3, 4], "Hello"))
     finally:
@@ -167,7 +171,8 @@ class _First:
     async def fit(self) -> None:
         """Text prompts have the length that is asked for, as the server counts them."""
         load, source = self.plan.job.load, self.plan.prompts
-        workload = source.build(self._backend, msgspec.structs.replace(load, seed=load.seed + 1), 0)
+        like = msgspec.structs.replace(load, seed=load.seed + 1, batch=None, images=None)
+        workload = source.build(self._backend, like, 0)
         assert isinstance(workload, Text)
         for attempt in range(2):
             prompt = workload.prompt("warmup", 0)
@@ -184,6 +189,21 @@ class _First:
             source, offset=workload.offset, tokens_per_word=workload.tokens_per_word, by_bytes=workload.by_bytes
         )
         self.plan = msgspec.structs.replace(self.plan, prompts=source)
+
+    async def show(self, images: Images) -> None:
+        """That the server takes such images, and how it counts them. Raises ConfigError where it refuses them."""
+        load = self.plan.job.load
+        like = msgspec.structs.replace(load, seed=load.seed + 1)
+        prompt = self.plan.prompts.build(self._backend, like, 0).prompt("warmup", 0)
+        _, exchange = await self._send(prompt)
+        if exchange.outcome != "ok":
+            raise ConfigError(
+                f"the server refuses --images {images.count}:{images.size} ({printable(exchange.error or '', 300)}); "
+                "give smaller or fewer, or a model that takes images."
+            )
+        if exchange.prompt_tokens is not None:
+            tokens = (exchange.prompt_tokens - prompt.n_tokens) / images.count
+            self.notes.append(f"the server counts {tokens:g} tokens for an image of {images.size}")
 
     async def _fit_words(self, workload: Text, tokens: int) -> None:
         """Two texts of different lengths tell what a word counts and what the server adds."""
@@ -215,9 +235,9 @@ class _First:
     async def _send(self, prompt: Prompt) -> tuple[HttpRequest, Exchange]:
         done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
         job, transport = self.plan.job, self.transport
-        sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
+        sampling = msgspec.structs.replace(job.sampling, max_tokens=0 if self._backend.pooled else 1)
         decoder = self._backend.decoder(sampling.stream)
-        exchange = Exchange(0, "warmup", 0, prompt.n_tokens, 1, decoder, done.set_result)
+        exchange = Exchange(0, "warmup", 0, prompt.n_tokens, sampling.max_tokens, decoder, done.set_result)
         request = job.request(self._backend, prompt, sampling)
         transport.send(exchange, transport.prepare(request, f"{job.run_id}-probe"))
         limit_s = min(UNQUEUED_S, job.timeouts.first_byte_s)

@@ -22,11 +22,12 @@ from loadgen.document.content import Document, Table, made_by, number
 from loadgen.report import sweeps
 from loadgen.report.build import ReportError
 from loadgen.report.finding import Finding
+from loadgen.report.metrics import ITEMS
 from loadgen.report.pages import several
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
-from loadgen.report.text import QUICK_ACKS, name_of, not_ok, origin, timetable_line, verdict_line
+from loadgen.report.text import QUICK_ACKS, name_of, not_ok, origin, rates, timetable_line, verdict_line
 
 Screen = Callable[[int], list[Text]]  # of a terminal with so many columns
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
@@ -35,6 +36,10 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 SWEPT = {
     "requests/s": "requests_per_s", "tokens/s": "output_tokens_per_s", "ttft p50": "ttft_p50", "ttft p99": "ttft_p99",
     "tpot p50": "tpot_p50", "tpot p99": "tpot_p99", "e2el p50": "e2el_p50", "e2el p99": "e2el_p99",
+}  # fmt: skip
+SWEPT_ITEMS = {
+    "requests/s": "requests_per_s", "items/s": ITEMS, "prompt tokens/s": "total_tokens_per_s", "e2el p50": "e2el_p50",
+    "e2el p99": "e2el_p99",
 }  # fmt: skip
 STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -86,13 +91,14 @@ def of_sweep(swept: Swept, columns: int) -> list[Text]:
     ]
     head += _quick_acks(bool(swept.plan.options.get("quick_acks")), columns)
     unit = f", {swept.plan.unit}" if swept.plan.unit else ""
+    shown = SWEPT_ITEMS if sweeps.of_items(swept) else SWEPT
     rows = []
     for point in swept.points:
         verdict_of = "-" if not point.runs else "VALID" if point.valid else "INVALID"
-        values = [number(sweeps.mean(point, name)) for name in SWEPT.values()]
+        values = [number(sweeps.mean(point, name)) for name in shown.values()]
         rows.append([point.value, f"{len(point.runs)} of {swept.plan.repeat}", *values, verdict_of])
     wrong = [f"{run.directory}: {' '.join(run.reasons)}" for run in begun if run.reasons]
-    points = Table([swept.plan.varies + unit, "runs", *SWEPT, "verdict"], rows)
+    points = Table([swept.plan.varies + unit, "runs", *shown, "verdict"], rows)
     return of_table(head, points, [*wrong, "Latencies are in milliseconds."], columns)
 
 
@@ -104,7 +110,7 @@ def of_repeats(repeated: Repeated, columns: int) -> list[Text]:
     head += _quick_acks(repeated.quick_acks, columns)
     names = [f"{name.removesuffix('_ms')}_{statistic}" for name in LATENCIES for statistic in ("p50", "p99")]
     rows = []
-    for name in ("requests_per_s", "output_tokens_per_s", *names):
+    for name in ("requests_per_s", "output_tokens_per_s", ITEMS, *names):
         if (over := repeated.metrics.get(name)) is not None and over.mean is not None:
             interval = f"{number(over.ci[0])} to {number(over.ci[1])}" if over.ci else "-"
             rows.append([name, number(over.mean), " ".join(map(number, over.runs)), interval])
@@ -146,11 +152,11 @@ def _of_runs(valid: Sequence[bool], columns: int) -> list[Text]:
 def line(name: str, report: Report, state: str = "finished") -> str:
     """A run in a line, while others follow."""
     verdict = "VALID" if report.verdict.valid else "INVALID"
-    ttft, throughput = report.metrics["ttft_ms"], report.throughput
+    first = "ttft" if report.items is None else "e2el"
+    latency = report.metrics[f"{first}_ms"]
     return (
-        f"{name}: {verdict}, {state}: {number(throughput.requests_per_s)} requests/s, "
-        f"{number(throughput.output_tokens_per_s)} output tokens/s, ttft p50 {number(ttft.p50)} ms, "
-        f"p99 {number(ttft.p99)} ms"
+        f"{name}: {verdict}, {state}: {rates(report.throughput)}, {first} p50 {number(latency.p50)} ms, "
+        f"p99 {number(latency.p99)} ms"
     )
 
 
@@ -209,14 +215,13 @@ def _finding(finding: Finding, columns: int) -> Iterator[Text]:
 
 def _facts(report: Report, columns: int) -> Iterator[Text]:
     """What was measured, and how much of it."""
-    requests, throughput, goodput = report.requests, report.throughput, report.goodput
+    requests, goodput = report.requests, report.goodput
     facts = [
         f"{name_of(report)}, {report.arrival}",
         f"{number(requests.ok)} requests ok, {not_ok(requests)}"
         + (f" of {number(requests.planned)}" if requests.planned is not None else "")
         + f", in {number(report.duration_s)} s",
-        f"{number(throughput.requests_per_s)} requests/s, {number(throughput.output_tokens_per_s)} output tokens/s, "
-        f"{number(throughput.total_tokens_per_s)} total tokens/s",
+        rates(report.throughput),
     ]
     if goodput is not None and goodput.request_goodput is not None:
         limits = ", ".join(f"{name} <= {number(limit)} ms" for name, limit in goodput.slos_ms.items())
@@ -234,5 +239,6 @@ def _latencies(report: Report, columns: int) -> list[Text]:
     rows = [
         [name.removesuffix("_ms"), *(number(getattr(report.metrics[name], each)) for each in STATISTICS)]
         for name in LATENCIES
+        if report.items is None or report.metrics[name].n  # of no stream few
     ]
     return table(Table(["latency, ms", *STATISTICS], rows), columns)

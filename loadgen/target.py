@@ -29,7 +29,9 @@ PLAIN_ON_TLS, TLS_ON_PLAIN = (
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 REDIRECTS = (301, 302, 307, 308)
 
-_ROUTE = re.compile(r"((/chat)?/completions?|/models|/generate(_stream)?)$")  # of a whole endpoint's address
+_ROUTE = re.compile(
+    r"((/chat)?/completions?|/models|/responses|/embeddings|/rerank|/score|/generate(_stream)?)$"
+)  # of a whole endpoint's address
 _VERSION = re.compile(r"/v[0-9]+[a-z0-9.]*(?=/|$)")  # of an API, as in /v1, /api/v3, /v1beta/openai
 
 
@@ -88,7 +90,7 @@ class Target(msgspec.Struct, frozen=True):
         *_, version = (None, *_VERSION.finditer(api))
         if not path.startswith("/v1/"):
             asked = api[: version.start() if version else None] + path
-        elif version or self.route.endswith(("/completions", "/models")):
+        elif version or self.route.endswith(("/completions", "/models", "/responses", "/embeddings")):
             asked = api + path.removeprefix("/v1")
         else:
             asked = api + path

@@ -36,6 +36,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--no-webui", action="store_true")
+    parser.add_argument("--embedding", action="store_true")
+    parser.add_argument("--pooling", choices=("none", "mean", "cls", "last", "rank"))
     return parser.parse_args(arguments)
 
 
@@ -64,6 +66,9 @@ def main(arguments: list[str]) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     if options.seed is not None:
         params.sampling.seed = options.seed
+    params.embedding = options.embedding
+    if options.pooling is not None:
+        params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{options.pooling.upper()}")
     if options.split_mode is not None:
         params.split_mode = getattr(xllamacpp.llama_split_mode, f"LLAMA_SPLIT_MODE_{options.split_mode.upper()}")
     try:

@@ -239,6 +239,8 @@ class Client:
         if turns is not None and (base := turns.base(number)) is not None:
             prompt, shared_tokens = _going_on(self._said.pop(number), base, prompt)
         asked = shape.output_tokens if output_tokens is None else output_tokens
+        if self.backend.pooled:
+            asked = 0
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
         adapter = self._adapter(number) if self._adapters is not None and phase == "measured" else ""
         request = self.job.request(self.backend, prompt, sampling, adapter)
@@ -252,6 +254,8 @@ class Client:
         exchange = Exchange(id, phase, -1, prompt.n_tokens, asked, decoder, self._on_done)
         exchange.names, exchange.adapter = self._names, adapter
         exchange.shared_tokens = shared_tokens
+        if self.backend.pooled:
+            exchange.asked_items = shape.items
         cancels = self._cancels if phase == "measured" else None
         if cancels is not None and (given_up_at := cancels.token(number, asked)) is not None:
             exchange.abandon_after(given_up_at)

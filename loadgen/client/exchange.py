@@ -93,6 +93,7 @@ class Exchange:
         "abort",
         "adapter",
         "after",
+        "asked_items",
         "asked_prompt_tokens",
         "asked_tokens",
         "cached_tokens",
@@ -105,6 +106,7 @@ class Exchange:
         "feed",
         "headers_ns",
         "id",
+        "items",
         "kept",
         "last_read_ns",
         "location",
@@ -175,6 +177,8 @@ class Exchange:
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.server: ServerRecord | None = None
+        self.asked_items = 0  # texts that the reply is to answer, each with a vector or a score; 0: it is a text itself
+        self.items: int | None = None  # that it answers
         self.reasoning_tokens = 0
         self.times = array("q")  # arrival of each event that carried output
         self.carried: list[int] = []  # the place in `times` of each event that was not one token, and its tokens
@@ -252,6 +256,8 @@ class Exchange:
             self.cached_tokens = delta.cached_tokens
         if delta.server is not None:
             self.server = delta.server
+        if delta.items is not None:
+            self.items = delta.items
         if delta.reasoning_tokens is not None:
             self.reasoning_tokens = delta.reasoning_tokens
         if delta.error is not None and self.error is None:
@@ -308,7 +314,10 @@ class Exchange:
         else:
             if self.empties:
                 self._leave_out_empties()
-            if self.times or self.output_tokens == self.asked_tokens == 0:
+            if self.asked_items and self.items != self.asked_items:
+                told = f"the reply answers {self.items or 0} of {self.asked_items} items"
+                self._finish("truncated", told, now)
+            elif self.times or self.output_tokens == self.asked_tokens == 0:
                 self._finish("ok", None, now)
             else:
                 self._finish("truncated", "the reply ended without any output", now)
@@ -362,6 +371,7 @@ class Exchange:
             phase=self.phase,
             error=self.error,
             server=UNSET if self.server is None else self.server,
+            items=self.asked_items or UNSET,
             retried=True if self.retried else UNSET,
             resent_ns=sent_ns[1:] or UNSET,
             shared_tokens=self.shared_tokens or UNSET,

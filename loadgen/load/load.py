@@ -13,6 +13,7 @@ import msgspec
 
 from backends.untrusted import escaped
 from loadgen.load.choices import Adapters, Cancels
+from loadgen.load.images import Images
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
 from loadgen.load.sessions import Sessions, SessionShapes
 from loadgen.load.shapes import DrawnShapes, Prefix, Shapes, TraceShapes
@@ -288,8 +289,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
     lengths are what a turn adds; first_tokens: that of a session's first prompt, and a sub-agent's, where it is
     another law. cancel_ratio: of the requests that the client gives up. adapters: that they
-    ask for, of sessions each for one. The same seed gives the same
-    requests at the same times."""
+    ask for, of sessions each for one. batch: texts of each request, whose lengths are those of one; None: one. images:
+    beside each prompt. The same seed gives the same requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
@@ -303,12 +304,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Sessions | None = None
     cancel_ratio: float = 0.0
     adapters: Adapters | None = None
+    batch: Law | None = None
+    images: Images | None = None
     seed: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether all prompts have one length and share nothing."""
-        return self.input_tokens.kind == "fixed" and not (self.prefix or self.trace or self.sessions)
+        return self.input_tokens.kind == "fixed" and not (self.prefix or self.trace or self.sessions or self.batch)
 
     @property
     def shares(self) -> bool:
@@ -423,7 +426,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         """What each request asks for. Raises WorkloadError."""
         if self.trace is not None:
             return _trace_shapes(self.trace)
-        drawn = DrawnShapes(self.input_tokens, self.output_tokens, self.prefix, self.seed, self.first_tokens)
+        drawn = DrawnShapes(
+            self.input_tokens, self.output_tokens, self.prefix, self.seed, self.first_tokens, self.batch
+        )
         return drawn if (turns := self.turns()) is None else SessionShapes(turns, drawn)
 
     def typical_tokens(self) -> tuple[int, int]:

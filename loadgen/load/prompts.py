@@ -157,17 +157,27 @@ class Text:
         self._content = _Content(load, 0, len(WORDS))
         self._least_tokens = load.input_tokens.least
         self._count = count
+        self._batched, self._images, self._seed = load.batch is not None, load.images, load.seed
         self.own, self.id, self.turns = self._content.own, self._content.id, self._content.turns
         self.offset = 0
         self.tokens_per_word = 1.0
 
     def prompt(self, phase: str, number: int) -> Prompt:
         row = self._content.row(phase, number)
+        if self._batched:
+            length = len(row) // self.own(number).items
+            items = tuple(self._text(row[at : at + length]) for at in range(0, len(row), length))
+            return Prompt(n_tokens=len(row), text=items[0], items=items)
+        images = () if self._images is None else self._images.urls(self._seed, phase, number)
+        return Prompt(n_tokens=len(row), text=self._text(row), images=images)
+
+    def _text(self, row: list[int]) -> str:
+        """Of the words of these numbers."""
         words = [WORDS[0], *(WORDS[index] for index in row[1:])]
         tokens = len(row) - self.offset
         if self._count is None:
             tokens = max(1, round(tokens / self.tokens_per_word))
-        return Prompt(n_tokens=len(row), text=exact_text(words, tokens, self._count))
+        return exact_text(words, tokens, self._count)
 
     def probe(self, words: int) -> str:
         """A text of so many words, that is no prompt of the run."""

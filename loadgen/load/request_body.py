@@ -11,17 +11,19 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE, nearest, reason
 
+_INPUTS = ("inputs", "input", "query", "documents", "texts", "text_1", "text_2")
 _DECIDED = {  # what other options decide on, and what is no option's
     "model": "--model names it",
     "stream": "--no-stream turns it off",
     "max_tokens": "--output-tokens says how many",
     "max_new_tokens": "--output-tokens says how many",
+    "max_output_tokens": "--output-tokens says how many",
     "n_predict": "--output-tokens says how many",
     "prompt": "the load makes it",
     "messages": "the load makes them",
-    "inputs": "the load makes them",
+    **dict.fromkeys(_INPUTS, "the load makes them"),
 }
-_KEPT = ("stream", "prompt", "messages", "inputs")  # no request does without these
+_KEPT = ("stream", "prompt", "messages", *_INPUTS)  # no request does without these
 _CHOICES = ("n", "best_of")
 _SECRET_NAME = re.compile(r"api_?key|passw|secret|credential|authorization|(auth|access)_?token", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(bearer|basic)\s|sk-|hf_|gh[a-z]_", re.IGNORECASE)

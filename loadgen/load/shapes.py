@@ -28,12 +28,13 @@ class Shape(NamedTuple):
     """One request. segments: what its prompt begins with and others may share, as (key, tokens): equal keys mean equal
     tokens from the segment's beginning. Where others repeat the reply they go on into it. What they leave is the
     request's own. shared_tokens: how much of the prompt's beginning an earlier request of the load has sent already, in
-    the order of their numbers."""
+    the order of their numbers. items: texts that it has, of `prompt_tokens` together, for a reply that answers each."""
 
     prompt_tokens: int
     output_tokens: int
     segments: tuple[tuple[int, int], ...] = ()
     shared_tokens: int = 0
+    items: int = 1
 
 
 class Shapes(Protocol):
@@ -74,18 +75,22 @@ class DrawnShapes:
     """Lengths by their laws, and groups of prompts that begin alike."""
 
     def __init__(
-        self, input_tokens: Law, output_tokens: Law, prefix: Prefix | None, seed: int, first_tokens: Law | None = None
-    ) -> None:
-        """first_tokens: of prompts before which nothing was said, in sessions."""
+        self, input_tokens: Law, output_tokens: Law, prefix: Prefix | None, seed: int, first_tokens: Law | None = None,
+        batch: Law | None = None,
+    ) -> None:  # fmt: skip
+        """first_tokens: of prompts before which nothing was said, in sessions. batch: how many texts a request has, of
+        which input_tokens is the length of each."""
         self.first_tokens = first_tokens
         self._first = None if first_tokens is None else Lengths(first_tokens, seed, "first")
         self._input = Lengths(input_tokens, seed, "input")
         self._output = Lengths(output_tokens, seed, "output")
+        self._batch = None if batch is None else Lengths(batch, seed, "batch")
         self._groups = None if prefix is None else _Groups(prefix, seed)
 
     def lengths(self, number: int) -> Shape:
         """The lengths of a request that shares nothing."""
-        return Shape(self._input.at(number), self._output.at(number))
+        items = 1 if self._batch is None else self._batch.at(number)
+        return Shape(self._input.at(number) * items, self._output.at(number), items=items)
 
     def total_tokens(self, requests: int) -> NDArray[np.int64]:
         """Prompt and reply of the first ones together; shape (requests,)."""
@@ -96,7 +101,7 @@ class DrawnShapes:
         lengths = self.lengths(number)
         if self._first is not None and member is not None:
             lengths = Shape(self._first.at(number), lengths.output_tokens)
-        prompt_tokens, output_tokens, _, _ = lengths
+        prompt_tokens, output_tokens = lengths[:2]
         if self._groups is None:
             return lengths
         group, seen = self._groups.at(number if member is None else member)

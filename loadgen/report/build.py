@@ -85,7 +85,7 @@ def build(
         requests=_requests(manifest, measured),
         tokens=tokens,
         duration_s=duration_s,
-        throughput=(throughput := _throughput(int(measured.ok.sum()), tokens, duration_s, full)),
+        throughput=(throughput := _throughput(measured, duration_s, full)),
         metrics=summaries,
         goodput=(goodput := _goodput(measured, slos, rules, duration_s if full is None else full.seconds)),
         burst=_burst(measured),
@@ -141,14 +141,11 @@ def _tokens(measured: Table) -> schema.TokenCounts:
     return schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
 
 
-def _throughput(
-    ok: int, tokens: schema.TokenCounts, duration_s: float | None, full: slices.FullSlots | None
-) -> schema.Throughput:
+def _throughput(measured: Table, duration_s: float | None, full: slices.FullSlots | None) -> schema.Throughput:
     if full is not None:
-        names = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-        return schema.Throughput(*map(full.rates.get, names))
-    total = None if tokens.prompt is None or tokens.output is None else tokens.prompt + tokens.output
-    return schema.Throughput(_per_s(ok, duration_s), _per_s(tokens.output, duration_s), _per_s(total, duration_s))
+        return schema.Throughput(*map(full.rates.get, ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")))
+    rates = {name: _per_s(count, duration_s) for name, count in metrics.counts(measured).items()}
+    return schema.Throughput(**{"output_tokens_per_s": None, **rates})
 
 
 def _per_s(count: int | None, duration_s: float | None) -> float | None:
@@ -179,6 +176,8 @@ def _on_the_wire(
         "abandoned": abandoned.build(measured, rules),
         "resent": abandoned.resent(measured, rules),
         "by_adapter": slices.by_adapter(measured, rules),
+        "items": slices.items(measured),
+        "images": slices.images(measured, manifest.config.get("images")),
         "full_slots_s": None if full is None else full.seconds,
         "connect_ms": _connecting(facts),
         "retried_connections": len(measured.retried),

@@ -35,7 +35,7 @@ from loadgen.report.contrast import (
     of_runs,
 )
 from loadgen.report.limits import Check, Limit, Measure
-from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, PERCENTILES
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, ITEMS, METRICS, PERCENTILES
 from loadgen.report.pages import intervals, parts
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
@@ -74,7 +74,7 @@ _OF_SENT = ("ttft", "send_lag")  # metrics that are known before a reply ends
 # What a limit may be on: all of the latencies but for the client's own lag, and throughput.
 MAIN = (
     "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99", "requests_per_s",
-    "output_tokens_per_s",
+    "output_tokens_per_s", ITEMS,
 )  # fmt: skip
 LIMITED: dict[str, Measure] = {
     **{
@@ -83,7 +83,7 @@ LIMITED: dict[str, Measure] = {
         if name != "send_lag_ms"
         for statistic in repeats.STATISTICS
     },
-    **{name: Measure(lower_is_better=False) for name in (*repeats.THROUGHPUT, GOODPUT)},
+    **{name: Measure(lower_is_better=False) for name in (*repeats.THROUGHPUT, ITEMS, GOODPUT)},
 }
 
 
@@ -185,6 +185,8 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
     def over(name: str) -> Contrast:
         return _of_known([run.get(name) for run in values_a], [run.get(name) for run in values_b])
 
+    items = any(ITEMS in run for run in (*values_a, *values_b))
+    rates = (*repeats.THROUGHPUT, *([ITEMS] if items else []))
     failed_a, failed_b = ([_failed_ratio(report) for report in side.reports] for side in (a, b))
     lone = min(len(a.reports), len(b.reports)) == 1
     return Comparison(
@@ -195,7 +197,7 @@ def _between(a: _Runs, b: _Runs) -> Comparison:
             for name in METRICS
         },
         failure_ratio=_of_known(failed_a, failed_b),
-        throughput={name: over(name) for name in (*repeats.THROUGHPUT, *([GOODPUT] if goodput else []))},
+        throughput={name: over(name) for name in (*rates, *([GOODPUT] if goodput else []))},
         configuration=parts.differing([a.manifest, b.manifest]),
         between_runs=True,
         steady=steady,
@@ -445,13 +447,9 @@ def _failures(a: Table, b: Table) -> Contrast:
 
 def _rates(measured: Table, slos: Mapping[str, float], full: slices.FullSlots | None) -> dict[str, float | None]:
     """Requests and tokens a second; requests within the limits too, where there are any."""
-    ok, seconds = measured.ok, metrics.duration_s(measured, _RULES) if full is None else full.seconds
-    prompt, output = metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok])
-    counts = {
-        "requests_per_s": int(ok.sum()),
-        "output_tokens_per_s": output,
-        "total_tokens_per_s": None if prompt is None or output is None else prompt + output,
-        **({GOODPUT: metrics.good_count(measured, slos, _RULES)} if slos else {}),
-    }
+    seconds = metrics.duration_s(measured, _RULES) if full is None else full.seconds
+    counts = metrics.counts(measured)
+    if slos:
+        counts[GOODPUT] = metrics.good_count(measured, slos, _RULES)
     known = {name: None if seconds is None or n is None else n / seconds for name, n in counts.items()}
     return known if full is None else {**known, **full.rates}

@@ -38,6 +38,7 @@ PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99_9": 999}  # 
 RATES = ("constant", "poisson", "gamma", "ramp", "steps")  # arrivals that have one, in the mean
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 GOODPUT = "goodput_requests_per_s"  # the name of its rate
+ITEMS = "items_per_s"  # the name of the rate of replies that are no texts
 
 COUNTED_US = 1 << 17  # gaps below are counted by their length
 # Replies without a pace: of so many the p90 of the others is not the load's, whatever they would have been.
@@ -354,6 +355,24 @@ def duration_s(measured: Table, convention: Convention) -> float | None:
         return None
     seconds = (int(done.max()) - (0 if convention.from_zero else int(sent.min()))) / 1e9
     return seconds if seconds > 0 else None
+
+
+def items(measured: Table) -> NDArray[np.int64] | None:
+    """How many texts each request had that was answered with a vector or a score for each, (n,); None where replies are
+    texts."""
+    if not measured.items:
+        return None
+    return np.array([measured.items.get(number, 0) for number in measured.id.tolist()], np.int64)
+
+
+def counts(measured: Table) -> dict[str, int | None]:
+    """What the requests that ended ok came to, by the names of the rates. Where replies are no texts there are items,
+    and no output tokens."""
+    ok, of_texts = measured.ok, items(measured)
+    prompt, output = total(measured.prompt_tokens[ok]), total(measured.output_tokens[ok])
+    rest = {"output_tokens_per_s": output} if of_texts is None else {ITEMS: int(of_texts[ok].sum())}
+    both = None if prompt is None or output is None else prompt + output
+    return {"requests_per_s": int(ok.sum()), **rest, "total_tokens_per_s": both}
 
 
 def total(counts: NDArray[np.int64]) -> int | None:

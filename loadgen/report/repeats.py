@@ -20,7 +20,7 @@ from backends.foreign_files import is_inside
 from loadgen import rundir
 from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, mean_interval
-from loadgen.report.metrics import CONVENTIONS, GOODPUT, METRICS, Distribution, sample
+from loadgen.report.metrics import CONVENTIONS, GOODPUT, ITEMS, METRICS, Distribution, sample
 from loadgen.report.schema import Report
 from loadgen.report.text import QUICK_ACKS
 from loadgen.steady.blocks import Bounds
@@ -101,7 +101,8 @@ def values(report: Report, *, steady: bool = False) -> dict[str, float | None]:
         for name in METRICS
         for statistic in STATISTICS
     }
-    rates = {name: getattr(report.throughput, name) for name in THROUGHPUT}
+    names = THROUGHPUT if report.items is None else (*THROUGHPUT, ITEMS)
+    rates = {name: getattr(report.throughput, name) for name in names}
     whole = {**latencies, **rates, GOODPUT: None if report.goodput is None else report.goodput.request_goodput}
     window = report.steady.window if steady and report.steady is not None else None
     if window is None:

@@ -39,10 +39,32 @@ class TokenCounts(msgspec.Struct, frozen=True):
     output: int | None
 
 
-class Throughput(msgspec.Struct, frozen=True):
+class Throughput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """items_per_s: of replies that are no texts, which have no output tokens."""
+
     requests_per_s: float | None
     output_tokens_per_s: float | None
     total_tokens_per_s: float | None
+    items_per_s: float | None = None
+
+
+class ItemStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts of the requests that ended ok, each answered with a vector or a score. batch: how many a request had.
+    tokens_mean: of one, by the server's count; None where it does not count."""
+
+    items: int
+    batch_mean: float
+    batch_max: int
+    tokens_mean: float | None
+
+
+class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Images beside the prompts, so many of each request. tokens_mean: of one, as the server counts prompts beyond
+    their text; None where it does not count."""
+
+    count: int
+    size: str
+    tokens_mean: float | None
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,6 +426,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     resent: Resent | None = None
     by_adapter: list[AdapterStats] = []
     reasoning: Reasoning | None = None
+    items: ItemStats | None = None
+    images: ImageStats | None = None
 
 
 class Report(Numbers, frozen=True, kw_only=True):

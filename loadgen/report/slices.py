@@ -7,6 +7,7 @@ a dataset without a tokenizer), the server's count.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,12 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import ServerRecord
+from loadgen.load.images import parse
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import metrics
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Column, Convention, Summary
 from loadgen.report.schema import (
     AdapterStats,
+    ImageStats,
+    ItemStats,
     Lengths,
     Numbers,
     PhaseStats,
@@ -120,7 +124,12 @@ def window(
 def _rates(kept: Table, seen: steady.Stamps, span: steady.Span) -> dict[str, steady.Estimate]:
     """What ended and what came in the span, a second."""
     found = {"requests_per_s": steady.rate(seen.done_s, span)}
-    if (kept.output_tokens[seen.rows] >= 0).all():
+    if (items := metrics.items(kept)) is not None:
+        for name, column in ((metrics.ITEMS, items), ("total_tokens_per_s", kept.prompt_tokens)):
+            if (weights := column[seen.rows]).min(initial=0) >= 0:  # all of a request counts when it is done
+                nothing = np.zeros(len(weights))
+                found[name] = steady.spread_rate(seen.done_s, seen.done_s, nothing, span, weights.astype(np.float64))
+    elif (kept.output_tokens[seen.rows] >= 0).all():
         last_s, tokens = flows.cut(seen, kept, span.to_s)
         found["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
         if (prompt_tokens := kept.prompt_tokens[seen.rows]).min(initial=0) >= 0:  # a prompt counts when it is done
@@ -188,6 +197,32 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
         )
         for number in np.unique(quarter)
     ]
+
+
+def items(measured: Table) -> ItemStats | None:
+    """None of replies that are texts."""
+    of_texts, ok = metrics.items(measured), measured.ok
+    if of_texts is None or not ok.any():
+        return None
+    batch, tokens = of_texts[ok], metrics.total(measured.prompt_tokens[ok])
+    return ItemStats(
+        items=int(batch.sum()),
+        batch_mean=float(batch.mean()),
+        batch_max=int(batch.max()),
+        tokens_mean=None if tokens is None else tokens / max(1, int(batch.sum())),
+    )
+
+
+def images(measured: Table, asked: object) -> ImageStats | None:
+    """asked: of the options. None without images."""
+    with contextlib.suppress(ValueError):
+        if isinstance(asked, str):
+            shown = parse(asked)
+            known = measured.ok & (measured.prompt_tokens >= 0)
+            beyond = measured.prompt_tokens[known] - measured.asked_prompt_tokens[known]
+            tokens_mean = float(beyond.mean()) / shown.count if len(beyond) else None
+            return ImageStats(count=shown.count, size=shown.size, tokens_mean=tokens_mean)
+    return None
 
 
 def by_adapter(measured: Table, rules: Convention) -> list[AdapterStats]:

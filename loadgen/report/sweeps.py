@@ -22,7 +22,7 @@ from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
 from loadgen.report import build, repeats
-from loadgen.report.metrics import Distribution, price_per_million
+from loadgen.report.metrics import ITEMS, Distribution, price_per_million
 from loadgen.report.repeats import Repeat, RunVerdict
 from loadgen.report.schema import Report
 from loadgen.report.text import QUICK_ACKS
@@ -278,8 +278,15 @@ def stretches(swept: Swept, x: str, y: str) -> list[list[tuple[SweptPoint, float
     ]
 
 
+def of_items(swept: Swept) -> bool:
+    """Whether its replies are no texts, and have neither tokens nor a stream."""
+    return any(ITEMS in point.metrics for point in swept.points)
+
+
 def by_throughput(swept: Swept) -> str:
-    """The metric that latency is drawn against: output tokens/s where every point has it."""
+    """The metric that latency is drawn against: output tokens/s where every point has it, or items/s."""
+    if of_items(swept):
+        return ITEMS
     by_tokens = all(mean(point, BY_TOKENS[0]) is not None for point in swept.points if point.runs)
     return BY_TOKENS[0] if by_tokens else "requests_per_s"
 
@@ -310,6 +317,10 @@ def samples(directory: Path, swept: Swept) -> dict[str, dict[str, Distribution]]
     }
 
 
+_OF_ITEMS = (
+    ("requests/s", "requests_per_s"), ("items/s", ITEMS), ("prompt tokens/s", BY_TOKENS[1]),
+    *((f"e2el {each}", f"e2el_{each}") for each in PERCENTILES),
+)  # fmt: skip
 _COLUMNS = (
     ("requests/s", "requests_per_s"), ("output tokens/s", "output_tokens_per_s"),
     *((f"{latency} {each}", f"{latency}_{each}") for latency in LATENCIES for each in PERCENTILES),
@@ -319,6 +330,8 @@ _COLUMNS = (
 
 def columns(swept: Swept) -> list[tuple[str, str]]:
     """What a table of points has beside them: the heading and the metric of each column."""
+    if of_items(swept):
+        return list(_OF_ITEMS)
     per_gpu = [("output tokens/s a GPU", "output_tokens_per_s" + PER_GPU)] if swept.gpus is not None else []
     price = [("price of 1M output tokens", PRICE)] if any(PRICE in point.metrics for point in swept.points) else []
     return [*_COLUMNS, *per_gpu, *price]
@@ -339,7 +352,7 @@ def remarks(swept: Swept) -> list[str]:
         else "How many GPUs served is not known, or none did: throughput is the whole server's."
     )
     lines = [
-        "Latencies are in milliseconds; tokens/s a user is 1 / tpot p50. " + share,
+        f"Latencies are in milliseconds{'' if of_items(swept) else '; tokens/s a user is 1 / tpot p50'}. {share}",
         f"The order of the runs was shuffled with seed {plan.seed}: {', '.join(run.directory for run in plan.order)}.",
     ]
     if swept.steady and any(point.fell_behind for point in swept.points):
@@ -359,7 +372,7 @@ def remarks(swept: Swept) -> list[str]:
     if plan.options.get("quick_acks"):
         lines.append(QUICK_ACKS)
     unknown = [point.value for point in swept.points if point.runs and mean(point, "tpot_p50") is None]
-    if unknown:
+    if unknown and not of_items(swept):
         lines.append(
             f"tpot, and tokens/s a user, cannot be known at {', '.join(unknown)}: see the findings of the runs."
         )

@@ -18,7 +18,7 @@ from loadgen.document.content import Cell, Document, Items, Listed, Section, Tab
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import abandoned, cluster
 from loadgen.report.finding import Finding, share
-from loadgen.report.metrics import Summary
+from loadgen.report.metrics import ITEMS, Summary
 from loadgen.report.schema import (
     AdapterStats,
     Economics,
@@ -34,6 +34,7 @@ from loadgen.report.schema import (
     Sharing,
     Stamp,
     Steady,
+    Throughput,
     TurnStats,
     Window,
 )
@@ -64,7 +65,7 @@ def origin(numbers: Numbers | Manifest) -> str:
 def timetable_line(report: Report) -> str:
     """What is true on the embedded server's timetable beside what was measured, and what its machine added."""
     truth, ttft, tpot = report.timetable, report.metrics["ttft_ms"], report.metrics["tpot_ms"]
-    if truth is None or truth.ttft_ms is None or not truth.tokens:
+    if truth is None or truth.ttft_ms is None or not truth.tokens or report.items is not None:
         return ""
     jitter = f", each +- {100 * truth.jitter_ratio:g} %" if truth.jitter_ratio else ""
     return (
@@ -118,12 +119,42 @@ def economics_lines(told: Economics) -> Iterator[str]:
         yield "Tokens have no price: how many GPUs share the model is not known; name them with --gpus."
     if told.price_per_million_tokens is not None:
         good = told.goodput_requests_per_price
+        both = f"{number(told.price_per_million_tokens)}"
+        price = f"tokens of prompts cost {both} {told.currency}"
+        if told.price_per_million_output_tokens is not None:
+            output = number(told.price_per_million_output_tokens)
+            price = f"output tokens cost {output} {told.currency}, a million of prompt and output together {both}"
         yield (
-            f"A million output tokens cost {number(told.price_per_million_output_tokens)} {told.currency}, a million "
-            f"of prompt and output together {number(told.price_per_million_tokens)}, at {number(told.gpu_hour_price)} "
-            f"{told.currency} a GPU hour"
+            f"A million {price}, at {number(told.gpu_hour_price)} {told.currency} a GPU hour"
             + ("." if good is None else f"; 1 {told.currency} buys {number(good)} requests within the limits.")
         )
+
+
+def rates(throughput: Throughput) -> str:
+    """Requests and what they came to, a second; of replies that are no texts, items and tokens of the prompts alone."""
+    made, both = f"{number(throughput.output_tokens_per_s)} output tokens/s", "total"
+    if throughput.items_per_s is not None:
+        made, both = f"{number(throughput.items_per_s)} items/s", "prompt"
+    tokens = f"{number(throughput.total_tokens_per_s)} {both} tokens/s"
+    return f"{number(throughput.requests_per_s)} requests/s, {made}, {tokens}"
+
+
+def _content_lines(report: Report) -> Iterator[str]:
+    """What requests hold beside one text."""
+    items, images = report.items, report.images
+    if items is not None:
+        tokens = "" if items.tokens_mean is None else f", of {number(items.tokens_mean)} tokens each in the mean"
+        yield (
+            f"Items: {number(items.items)} answered{tokens}; {number(items.batch_mean)} a request in the mean, "
+            f"{number(items.batch_max)} at the most."
+        )
+    if images is not None:
+        told = (
+            "which the server does not count"
+            if images.tokens_mean is None
+            else (f"{number(images.tokens_mean)} tokens each as the server counts")
+        )
+        yield f"Images: {images.count} of {images.size} a request, {told}."
 
 
 FULL_SLOTS = "full slots, from the first sent to the last sent, since the warm-up handed its slots over"
@@ -151,9 +182,7 @@ def summary_lines(report: Report) -> list[str]:
         + f"; {number(report.duration_s)} s from the first sent to the last ended.",
         *_load_lines(report),
         *filter(None, [timetable_line(report)]),
-        f"Throughput: {number(throughput.requests_per_s)} requests/s, "
-        f"{number(throughput.output_tokens_per_s)} output tokens/s, "
-        f"{number(throughput.total_tokens_per_s)} total tokens/s"
+        f"Throughput: {rates(throughput)}"
         + ("" if report.full_slots_s is None else f" in the {number(report.full_slots_s)} s of {FULL_SLOTS}")
         + (f" (held out: off by {_off(held_out, 'throughput')})." if held_out else "."),
     ]
@@ -170,6 +199,7 @@ def summary_lines(report: Report) -> list[str]:
         lines.append(
             f"{first}: {number(burst.requests)} requests due at t = 0, sent within {number(burst.send_spread_ms)} ms."
         )
+    lines += _content_lines(report)
     lines += abandoned.lines(report)
     lines += _length_lines(report)
     if report.retried_connections:
@@ -277,10 +307,13 @@ def _steady_lines(steady: Steady) -> Iterator[str]:
     )
 
 
+RATES = {"requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s", ITEMS: "items/s"}
+
+
 def _window_line(window: Window) -> str:
     rates = [
         f"{estimate(value)} {what}"
-        for name, what in (("requests_per_s", "requests/s"), ("output_tokens_per_s", "output tokens/s"))
+        for name, what in RATES.items()
         if (value := window.throughput.get(name)) is not None
     ]
     return (
@@ -338,6 +371,8 @@ def latencies(report: Report) -> Iterator[tuple[str, Summary]]:
     """The rows of the table; ttft and tpot of the answer too, where reasoning is told apart; of cold and warm requests,
     where prompts begin alike and the server did not count that it kept nothing."""
     for name, summary in report.metrics.items():
+        if report.items is not None and not summary.n:  # what no stream has
+            continue
         delivered = name == "ttft_ms" and report.ttft_of_delivery
         yield "ttft, of a delivery" if delivered else name.removesuffix("_ms"), summary
         if name == "ttft_ms" and report.ttft_answer_ms is not None:
@@ -607,6 +642,7 @@ def part_tables(report: Report) -> Iterator[Table]:
                 *(cell(getattr(report.metrics[name], each)) for each in _STEADY),
             ]
             for name, of in report.steady.window.metrics.items()
+            if of  # what no stream has
         ]
         yield Table(["latency ms", *headers], rows, "Steady state (95 % CI)")
     if report.phases:

@@ -126,7 +126,7 @@ def _load(measured: Table, manifest: Manifest) -> Iterator[str]:
 
 def _lengths(measured: Table, config: Mapping[str, object]) -> Iterator[str]:
     columns = {"output_tokens": measured.asked_tokens}
-    if config.get("sessions") is None and config.get("prefix") is None:  # which make prompts longer
+    if all(config.get(name) in (None, 1) for name in ("sessions", "prefix", "batch_size")):  # which make prompts longer
         columns["input_tokens"] = measured.asked_prompt_tokens
     for name, column in columns.items():
         asked = config.get(name)

@@ -87,6 +87,7 @@ class Record(msgspec.Struct, kw_only=True):
     session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
     turn: _Turn | msgspec.UnsetType = msgspec.UNSET
     after: Sequence[_Turn] | msgspec.UnsetType = msgspec.UNSET  # turns that it waited for, if not the one before it
+    items: _Shared | msgspec.UnsetType = msgspec.UNSET  # texts that were to be answered, each with a vector or a score
     itl_us: Sequence[int] = ()
 
 
@@ -175,6 +176,7 @@ class Table:
     adapters: dict[int, str] = field(default_factory=dict)
     afters: dict[int, Sequence[int]] = field(default_factory=dict)
     reasoning: dict[int, int] = field(default_factory=dict)
+    items: dict[int, int] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
 
@@ -272,7 +274,7 @@ COLUMNS = (*_INTEGERS, "outcome", "phase")
 # what few requests have: by the names of a table, the field of a record
 BY_ID = {
     "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
-    "models": "model", "adapters": "adapter", "afters": "after", "reasoning": "reasoning_tokens",
+    "models": "model", "adapters": "adapter", "afters": "after", "reasoning": "reasoning_tokens", "items": "items",
 }  # fmt: skip
 _OF_FEW = attrgetter(*BY_ID.values())
 _NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))

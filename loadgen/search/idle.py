@@ -132,9 +132,9 @@ class _ByProbe:
         """Milliseconds of one request with a reply of one token; None where it failed."""
         plan, prompt = self._plan, self._prompt()
         done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
-        sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=1)
+        sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=0 if self._backend.pooled else 1)
         decoder = self._backend.decoder(sampling.stream)
-        exchange = Exchange(self._sent, "warmup", 0, prompt.n_tokens, 1, decoder, done.set_result)
+        exchange = Exchange(self._sent, "warmup", 0, prompt.n_tokens, sampling.max_tokens, decoder, done.set_result)
         request = plan.job.request(self._backend, prompt, sampling)
         transport = build_transport(plan, self._backend)
         await transport.open(1)

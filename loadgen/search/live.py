@@ -77,6 +77,10 @@ def search_options(
         raise ConfigError("search sends as many requests as it needs; add --repeat-dataset, or leave --dataset out.")
     if config.dry_run:
         raise ConfigError("--dry-run starts nothing, so there is nothing to search; leave it out.")
+    if config.pooled and (unknown := [name for name in limits_ms if name != "e2el"]):
+        raise ConfigError(
+            f"--slo limits {unknown[0]}, and replies of --backend {config.backend} are not streamed; limit e2el."
+        )
     if "tpot" in limits_ms and config.load.output_tokens.most == 1:
         raise ConfigError("--slo limits tpot_ms and replies of one token have none; leave it out.")
     plain = config.as_dict()

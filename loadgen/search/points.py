@@ -43,12 +43,12 @@ MOST_RUNS = 10_000
 LISTED = (
     "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "prefix", "sessions",
     "turns", "think_time", "first_tokens", "subagents", "context_tokens", "trace", "trace_speed", "trace_limit",
-    "trace_from", "warmup", "dataset",
+    "trace_from", "warmup", "dataset", "batch_size",
 )  # fmt: skip
 NAMES = {"rates": "rate"}  # of an option in the names of directories, where it is another
 UNITS = {
     "rate": "requests/s", "concurrency": "requests in flight", "duration": "s", "input-tokens": "tokens",
-    "output-tokens": "tokens", "think-time": "s",
+    "output-tokens": "tokens", "think-time": "s", "batch-size": "texts",
 }  # fmt: skip
 MOST_NAME = 80  # characters of a value in the name of a directory
 

@@ -28,11 +28,16 @@ DIALECTS = {
     "vllm-generate": "vllm",
     "openai": "openai",
     "openai-chat": "openai",
+    "openai-responses": "openai",
+    "embeddings": "vllm",
+    "rerank": "vllm",
+    "score": "vllm",
     "lightllm": "lightllm",
     "tgi": "tgi",
     "sglang": "sglang",
 }
-MODELLED = ("vllm", "vllm-generate", "lightllm", "tgi", "sglang")  # of these, whose schedulers it has for modelled GPUs
+# of these, whose schedulers it has for modelled GPUs
+MODELLED = ("vllm", "vllm-generate", "embeddings", "rerank", "score", "lightllm", "tgi", "sglang")
 MODEL_LEN = 4096  # its --max-model-len, unless it is named
 EMULATED_MARK = "emulated"  # in the Server header of every reply
 EMULATED_BODY = b"llm-dissect-emulated"  # in what the server says of itself, which a proxy passes on

@@ -120,9 +120,12 @@ def _first_sent_ns(measured: Table) -> int:
 def stamps(measured: Table, manifest: Manifest) -> Stamps:
     """The times of the requests that ended ok. measured: with what `kept` adds to them, where a warm-up handed over."""
     handed_s = _first_sent_ns(measured.measured()) / 1e9 if manifest.hands_over else None
-    rows = np.flatnonzero(measured.ok & (measured.sent_ns != -1) & (measured.first_token_ns != -1))
+    first_ns, last_ns = measured.first_token_ns, measured.last_token_ns
+    if not (first_ns != -1).any():  # replies came whole
+        first_ns = last_ns = measured.done_ns
+    rows = np.flatnonzero(measured.ok & (measured.sent_ns != -1) & (first_ns != -1))
     rows = rows[np.argsort(measured.sent_ns[rows], kind="stable")]
-    times = (measured.sent_ns, measured.first_token_ns, measured.last_token_ns, measured.done_ns)
+    times = (measured.sent_ns, first_ns, last_ns, measured.done_ns)
     sent_s, first_s, last_s, done_s = (each[rows] / 1e9 for each in times)
     tokens = np.maximum(measured.output_tokens[rows], 0).astype(np.float64)
     counted, asked = measured.prompt_tokens[rows], measured.asked_prompt_tokens[rows]

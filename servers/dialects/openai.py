@@ -1,5 +1,6 @@
 """The wire of vLLM 0.32 and of OpenAI-compatible servers: `/v1/completions`, `/v1/chat/completions` and, in
-responses.py, `/v1/responses`, in tokens.py vLLM's `/inference/v1/generate`; vLLM's `/tokenize`.
+responses.py, `/v1/responses`, in tokens.py vLLM's `/inference/v1/generate`, in pooling.py embeddings and ranks; vLLM's
+`/tokenize`.
 
 Frames are `data: {...}` with compact JSON, ended by `data: [DONE]`. `max_tokens` is silently cut to what the context
 leaves. Prompts are token ids, counted as they are, or text, a token a word; a chat template adds a fixed number. A list
@@ -13,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import responses
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.untrusted import UNDECODABLE
+from servers.dialects.pooling import PooledBody, PooledReply, PooledWire, decode_embeddings, decode_rerank, decode_score
 from servers.dialects.responses import Message, ResponseWire, decode_response
 from servers.dialects.tokens import TokensWire, decode_tokens
 from servers.serve import wire
@@ -120,9 +123,16 @@ class OpenAI:
             "/v1/completions": self._completion,
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._response,
+            "/v1/embeddings": partial(self._pooled, decode_embeddings),
         }
         if name == "vllm":
-            self.generations = {**self.generations, "/inference/v1/generate": self._tokens}
+            rerank, score = (partial(self._pooled, decode) for decode in (decode_rerank, decode_score))
+            self.generations = {
+                **self.generations,
+                "/inference/v1/generate": self._tokens,
+                **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+                **dict.fromkeys(("/score", "/v1/score"), score),
+            }
         self.answers: Mapping[str, Callable[[bytes], Page]] = {"/tokenize": self._tokenize} if name == "vllm" else {}
         self.series: Sequence[Series] = series(settings.max_model_len)
         self.labels = labels_of(model_name=settings.model, engine="0")
@@ -190,7 +200,7 @@ class OpenAI:
     def _chat(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         body = self._decoded(raw, _decode_chat)
         texts = body.texts()
-        n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
+        n_prompt = self._chat_tokens(body.messages, texts)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
@@ -211,10 +221,18 @@ class OpenAI:
             replies.append(reply)
         return replies
 
+    def _chat_tokens(self, messages: Sequence[Message], texts: Sequence[str]) -> int:
+        """Of texts, and of the images of their messages. Raises Refusal for what is no image."""
+        try:
+            images = sum(wire.image_tokens(url) for message in messages for url in message.images())
+        except ValueError as error:
+            raise Refusal(self.error(400, str(error))) from None
+        return wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts)) + images
+
     def _response(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         body = self._decoded(raw, decode_response)
         texts = body.texts()
-        n_prompt = wire.CHAT_TEMPLATE_TOKENS + sum(map(wire.count_tokens, texts))
+        n_prompt = self._chat_tokens(body.messages, texts)
         left = self._settings.max_model_len - n_prompt
         asked = Body(model=body.model)
         n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
@@ -233,6 +251,20 @@ class OpenAI:
         reply.adapter = self._adapter(body.model)
         reply.segments = wire.segments(self._settings, body.token_ids, BLOCK_TOKENS)
         return [reply]
+
+    def _pooled(self, decode: Callable[[bytes], PooledBody], raw: bytes, request_id: str) -> Sequence[Wire]:
+        body = self._decoded(raw, decode)
+        prompts = body.prompts()
+        if not prompts:
+            raise Refusal(self.error(400, "The input must have at least one text."))
+        reply = PooledReply(body, self._served(body.model), request_id)
+        for prompt in prompts:
+            n_prompt = wire.count_tokens(prompt)
+            self._admitted(Body(model=body.model), n_prompt, 1)
+            each = PooledWire(reply, n_prompt)
+            each.adapter = self._adapter(body.model)
+            each.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
+        return reply.wires
 
     def _tokenize(self, raw: bytes) -> Page:
         """Of a chat without the words of its template, which has none here."""

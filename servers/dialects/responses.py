@@ -12,8 +12,13 @@ from servers.serve import wire
 from servers.serve.wire import Finish, Page, Wire
 
 
+class Image(msgspec.Struct):
+    url: str
+
+
 class Part(msgspec.Struct):
     text: str = ""
+    image_url: Image | str | None = None  # as a chat has it, and as responses do
 
 
 class Message(msgspec.Struct):
@@ -22,6 +27,11 @@ class Message(msgspec.Struct):
     def texts(self) -> list[str]:
         parts = self.content if isinstance(self.content, list) else [Part(self.content or "")]
         return [part.text for part in parts]
+
+    def images(self) -> list[str]:
+        """As URLs."""
+        shown = [part.image_url for part in self.content or () if isinstance(part, Part) and part.image_url]
+        return [image if isinstance(image, str) else image.url for image in shown]
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
@@ -33,9 +43,12 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     stream: bool | None = False
 
+    @property
+    def messages(self) -> list[Message]:
+        return [Message(self.input)] if isinstance(self.input, str) else self.input
+
     def texts(self) -> list[str]:
-        messages = [Message(self.input)] if isinstance(self.input, str) else self.input
-        return [self.instructions or "", *(text for message in messages for text in message.texts())]
+        return [self.instructions or "", *(text for message in self.messages for text in message.texts())]
 
 
 decode_response = msgspec.json.Decoder(ResponseBody).decode

@@ -59,7 +59,7 @@ CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has 
     "vocab_size", "warmup_load", "drain_warmup", "stop_when_overloaded", "stream", "workers", "on", "nodes",
     "transport", "connect", "kernel_timestamps", "api_key_env", "header", "session_header", "ca", "insecure",
     "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed",
-    "repeat", "retries",
+    "repeat", "retries", "batch_size", "images",
 )  # fmt: skip
 
 
@@ -86,11 +86,7 @@ def predict(
     config = config or PredictOptions()
     if preset is not None:
         return _paper(config)
-    if config.gpu is None:
-        raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
-    given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
-    if given:
-        raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
+    _check(config)
     began = time.perf_counter()
     load, shapes = drawn(config)
     if load.left_out:
@@ -119,6 +115,20 @@ def predict(
         del sent, emulated  # the report needs the memory
         written = write(directory, run_manifest, outcomes, shapes, load.turns(), _adapters(load))
     return cli.report_one(directory, "loadgen", written=written)
+
+
+def _check(config: PredictOptions) -> None:
+    """Raises ConfigError for what is not predicted."""
+    if config.gpu is None:
+        raise ConfigError("name the GPU to predict for, such as --gpu h200 (and --gpus 4).")
+    if config.pooled:
+        raise ConfigError(
+            f"--backend {config.backend} is not predicted; measure it on the embedded server: loadgen run --launch "
+            f"embedded --gpu {config.gpu}."
+        )
+    given = config.given(CLIENT_ONLY if config.plays_conversations else (*CLIENT_ONLY, "tokenizer"))
+    if given:
+        raise ConfigError(f"{flag(given[0])} is for real requests, and predict sends none; leave it out.")
 
 
 def _paper(config: PredictOptions) -> int:

@@ -7,6 +7,7 @@ both sides would cancel out.
 
 from __future__ import annotations
 
+import base64
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ OTHER_WORDS = 30_000  # ids for all other words
 UNREFUSED = 1 << 20  # requests at once
 MARK = "llm-dissect-emulated"  # in what a server says of itself: a proxy passes it on, but not always the Server header
 CHAT_TEMPLATE_TOKENS = 5  # what a chat template adds to the words of the messages
+IMAGE_PATCH = 28  # pixels a side of what a token stands for, as Qwen's models have it
 
 Segments = tuple[tuple[int, int], ...]
 Headers = tuple[tuple[str, str], ...]
@@ -178,6 +180,20 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]  # four times the large
 def count_tokens(prompt: str | list[int]) -> int:
     """Of token ids, or of text: the embedded servers' tokenizer takes a word between spaces for a token."""
     return len(prompt.split() if isinstance(prompt, str) else prompt)
+
+
+def image_tokens(url: str) -> int:
+    """Of a PNG in a data: URL: a token for each patch of its pixels, the last of a row or column cut. Raises
+    ValueError."""
+    encoded = url.removeprefix("data:image/png;base64,")
+    try:
+        head = base64.b64decode(encoded[:32])
+    except ValueError:
+        head = b""
+    if encoded is url or len(head) < 24 or head[12:16] != b"IHDR":
+        raise ValueError("Failed to load the image: it is no PNG in a data: URL, as the emulated server takes them.")
+    width, height = (int.from_bytes(head[at : at + 4]) for at in (16, 20))
+    return -(-width // IMAGE_PATCH) * -(-height // IMAGE_PATCH)
 
 
 def segments(

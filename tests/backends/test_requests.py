@@ -13,6 +13,8 @@ from backends.protocol import Prompt, Sampling
 IDS = Prompt(n_tokens=3, token_ids=[1, 15043, 3186])
 TEXT = Prompt(n_tokens=3, text="Hello 日\n")
 CHAT = Prompt(n_tokens=0, text="Be brief.\nHello", messages=(("system", "Be brief."), ("user", "Hello")))
+SEEN = Prompt(n_tokens=3, text="Hello", images=("data:x",))
+SEVERAL = Prompt(n_tokens=6, text="a b c d", items=("a b c d", "e f"))
 GREEDY = Sampling(max_tokens=128)
 KEPT = Sampling(max_tokens=128, returns_token_ids=True)
 WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=False)
@@ -70,6 +72,27 @@ WARM = Sampling(max_tokens=7, ignore_eos=False, temperature=0.5, seed=9, stream=
         ("ollama", TEXT, WARM, "/api/generate",
          {"model": "m", "prompt": "Hello 日\n", "raw": True, "stream": False,
           "options": {"num_predict": 7, "temperature": 0.5, "seed": 9}}),
+        ("openai-chat", SEEN, WARM, "/v1/chat/completions",
+         {"model": "m", "max_tokens": 7, "temperature": 0.5, "seed": 9,
+          "messages": [{"role": "user", "content": [
+              {"type": "text", "text": "Hello"}, {"type": "image_url", "image_url": {"url": "data:x"}}]}]}),
+        ("openai-responses", SEEN, WARM, "/v1/responses",
+         {"model": "m", "max_output_tokens": 7, "temperature": 0.5, "store": False,
+          "input": [{"role": "user", "content": [
+              {"type": "input_text", "text": "Hello"}, {"type": "input_image", "image_url": "data:x"}]}]}),
+        ("openai-responses", TEXT, GREEDY, "/v1/responses",
+         {"model": "m", "input": "Hello 日\n", "max_output_tokens": 128, "temperature": 0.0, "store": False,
+          "ignore_eos": True, "stream": True}),
+        ("openai-responses", CHAT, WARM, "/v1/responses",
+         {"model": "m", "max_output_tokens": 7, "temperature": 0.5, "store": False,
+          "input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}),
+        ("embeddings", TEXT, GREEDY, "/v1/embeddings",
+         {"model": "m", "input": ["Hello 日\n"], "encoding_format": "base64"}),
+        ("embeddings", SEVERAL, GREEDY, "/v1/embeddings",
+         {"model": "m", "input": ["a b c d", "e f"], "encoding_format": "base64"}),
+        ("rerank", SEVERAL, GREEDY, "/v1/rerank", {"model": "m", "query": "a", "documents": ["b c d", "f"]}),
+        ("tei-rerank", SEVERAL, GREEDY, "/rerank", {"query": "a", "texts": ["b c d", "f"]}),
+        ("score", SEVERAL, GREEDY, "/score", {"model": "m", "text_1": "a", "text_2": ["b c d", "f"]}),
         ("tgi", TEXT, GREEDY, "/generate_stream",
          {"inputs": "Hello 日\n",
           "parameters": {"max_new_tokens": 128, "do_sample": False, "details": True, "seed": 0}}),

@@ -62,6 +62,9 @@ class TestTranscript:
     def test_kept(self, transcript: Transcript) -> None:
         """Keeping a reply changes nothing of what is read, and nothing is kept twice or lost between reads."""
         keeper = BACKENDS[transcript.backend].keeper
+        if BACKENDS[transcript.backend].pooled:
+            assert keeper is None
+            return
         assert keeper is not None
         kept = []
         for pieces in ([transcript.body], [bytes([byte]) for byte in transcript.body]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backends.protocol import Delta, ProtocolError, Truncated
 from tests.backends.frames import DONE, LENGTH, TGI_END, T, Transcript, light, text, tgi, total
+from tests.backends.transcripts_endpoints import POOLED, RESPONSES
 from tests.backends.transcripts_openai import CHATS, COMPLETIONS
 from tests.backends.transcripts_real import LLAMACPP, SGLANG, VLLM
 from tests.backends.transcripts_written import OLLAMA, OPENAI_SERVERS
@@ -182,4 +183,7 @@ BROKEN = [
     ),
 ]  # fmt: skip
 
-TRANSCRIPTS = [*COMPLETIONS, *CHATS, *LIGHTLLM, *TGI, *LLAMACPP, *SGLANG, *VLLM, *OLLAMA, *OPENAI_SERVERS, *BROKEN]
+TRANSCRIPTS = [
+    *COMPLETIONS, *CHATS, *LIGHTLLM, *TGI, *LLAMACPP, *SGLANG, *VLLM, *OLLAMA, *OPENAI_SERVERS, *POOLED, *RESPONSES,
+    *BROKEN,
+]  # fmt: skip

@@ -80,14 +80,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(file: Path) -> Iterator[str]:
+def serving(file: Path, *more: str) -> Iterator[str]:
     """That server of a file, while the block lasts."""
     directory, port = file.parent, free_port()
     adapter = backends.get("llamacpp").adapter
     assert adapter is not None and adapter.package is not None
     words = [
         "--model", file, "--alias", "tiny", "--port", port, "--ctx-size", SLOTS * LENGTH, "--parallel", SLOTS,
-        "--threads", 1, "--threads-http", 128, "--cache-ram", 0, "--metrics",
+        "--threads", 1, "--threads-http", 128, "--cache-ram", 0, "--metrics", *more,
     ]  # fmt: skip
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(

@@ -77,6 +77,8 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "subagents": (["0.1:2:4"], "0.1:2:4"),
     "context_tokens": (["8192"], 8192),
     "cancel": (["0.05"], 0.05),
+    "batch_size": (["8"], 8),
+    "images": (["1:512x512"], "1:512x512"),
     "retries": (["3"], 3),
     "adapters": (["a:0.5,base:0.5"], "a:0.5,base:0.5"),
     "warmup_load": ([], True),
@@ -135,6 +137,7 @@ SWITCHES = {
     "server_metrics": "--no-server-metrics",
 }
 NEEDS = {
+    "batch_size": ["--backend", "embeddings"],
     "duration": ["--concurrency", "2"],
     "repeat_dataset": ["--dataset", "d.jsonl"],
     "stop_when_overloaded": ["--arrival", "poisson:9"],

@@ -75,7 +75,7 @@ def find(
         *of_stream,
         *_goodput(numbers),
         *_other_models(numbers, measured),
-        *_lengths(measured, numbers.backend),
+        *_lengths(measured, numbers),
         *_counts(measured),
         *abandoned.find(numbers),
         *sessions.find(measured),
@@ -345,12 +345,14 @@ def _piece_tokens(backend: str) -> int | None:
     return backends.get(backend).piece_tokens if backend in backends.available() else None
 
 
-def _lengths(measured: Table, backend: str) -> Iterator[Finding]:
+def _lengths(measured: Table, numbers: Numbers) -> Iterator[Finding]:
     for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
     ):
         known = measured.ok & (counted != -1) & (requested > 0)
+        if noun == "prompt" and numbers.images is not None:  # whose tokens come on top
+            continue
         wrong = int((counted[known] != requested[known]).sum())
         if not wrong:
             continue
@@ -358,7 +360,7 @@ def _lengths(measured: Table, backend: str) -> Iterator[Finding]:
         deviation = float(np.abs(counted[known] - requested[known]).sum()) / wanted
         shorter = (wanted - got) / wanted
         severity: Severity = "info" if deviation <= LENGTH_WARNING_RATIO else "warning"
-        piece = _piece_tokens(backend)
+        piece = _piece_tokens(numbers.backend)
         yield Finding(
             code=code,
             severity="invalid" if shorter > SHORTER_INVALID_RATIO else severity,
@@ -512,7 +514,11 @@ def _transient(numbers: Numbers) -> Iterator[Finding]:
             f"No part of this run is a steady state: {steady.why}. Its start, when all came at once, and its end, when "
             "fewer were in flight, are in all numbers.",
             f"Send more: ten requests for each of the {asked} in flight, or better 50"
-            + (f"; --warmup {asked} begins with full slots." if numbers.full_slots_s is None else "."),
+            + (
+                f"; --warmup {asked} begins with full slots."
+                if numbers.full_slots_s is None and not numbers.items
+                else "."
+            ),
         )
     elif steady.window is not None:
         sentences = _beside_window(numbers, steady.window)

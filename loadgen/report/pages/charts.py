@@ -84,6 +84,11 @@ Runs = Sequence[Shown]
 Drawn = tuple[str, Kind, NDArray[Any], NDArray[Any]]  # one curve: what, how, x, y
 
 
+def told(runs: Runs) -> dict[str, str]:
+    """Those of `LATENCIES` that replies can have: without texts the last alone."""
+    return LATENCIES if any(run.report.items is None for run in runs) else {"e2el_ms": LATENCIES["e2el_ms"]}
+
+
 def latencies(runs: Runs) -> list[Chart]:
     """A CDF of each metric in `LATENCIES`, with what is in none; of one run with its p50 and p99."""
     lost = [_lost(run, alone=len(runs) == 1) for run in runs if run.report.requests.failed]
@@ -102,7 +107,7 @@ def latencies(runs: Runs) -> list[Chart]:
             f"{name} (ms)",
             id=name,
         )
-        for name, title in ((metric.removesuffix("_ms"), title) for metric, title in LATENCIES.items())
+        for name, title in ((metric.removesuffix("_ms"), title) for metric, title in told(runs).items())
     ]
     return [
         msgspec.structs.replace(
@@ -110,7 +115,7 @@ def latencies(runs: Runs) -> list[Chart]:
             marks=_percentiles(runs[0].report.metrics[metric]) if len(runs) == 1 else (),
             note=" ".join(filter(None, [*lost, chart.note])),
         )
-        for metric, chart in zip(LATENCIES, found, strict=True)
+        for metric, chart in zip(told(runs), found, strict=True)
     ]
 
 

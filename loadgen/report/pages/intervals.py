@@ -146,6 +146,8 @@ def work(measured: Table, slos: Mapping[str, float]) -> dict[str, Values]:
     gave: dict[str, NDArray[Any]] = {
         "requests_per_s": np.ones(len(output)), "output_tokens_per_s": output, "total_tokens_per_s": prompt + output,
     }  # fmt: skip
+    if (items := metrics.items(measured)) is not None:
+        gave[metrics.ITEMS] = items[ok]
     if slos:
         gave[GOODPUT] = metrics.good(measured, slos, OWN_RULES)[ok]
     gave[LATENCY] = metrics.between_ms(measured, "sent_ns", "done_ns")[ok]

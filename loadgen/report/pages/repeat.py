@@ -9,7 +9,7 @@ from pathlib import Path
 from loadgen import rundir
 from loadgen.document.content import Block, Cell, Chart, Code, Document, Section, Series, Table, Text, cell, number
 from loadgen.report import repeats
-from loadgen.report.metrics import Distribution
+from loadgen.report.metrics import ITEMS, Distribution
 from loadgen.report.pages import several
 from loadgen.report.repeats import LESSER, Repeat, Repeated
 
@@ -19,10 +19,12 @@ CHARTS = {  # by title: the label of the y axis, and the metrics
     "Time per output token": ("tpot (ms)", ("tpot_p50", "tpot_p99")),
     "End-to-end latency": ("e2el (ms)", ("e2el_p50", "e2el_p99")),
     "Output tokens": ("throughput (tokens/s)", ("output_tokens_per_s",)),
+    "Items": ("throughput (items/s)", (ITEMS,)),
     "Requests": ("throughput (requests/s)", ("requests_per_s",)),
 }
 BY_RUN = (
     "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "e2el_p50", "e2el_p99", "requests_per_s", "output_tokens_per_s",
+    ITEMS,
 )  # fmt: skip
 
 
@@ -77,14 +79,16 @@ def _counted(repeated: Repeated) -> list[int]:
 
 def _runs(repeated: Repeated, hrefs: Sequence[str]) -> Table:
     """A row a run; one that did not finish has no numbers."""
-    values = dict(zip(_counted(repeated), zip(*(repeated.metrics[name].runs for name in BY_RUN), strict=True),
+    without = "output_tokens_per_s" if ITEMS in repeated.metrics else ITEMS
+    names = [name for name in BY_RUN if name != without]
+    values = dict(zip(_counted(repeated), zip(*(repeated.metrics[name].runs for name in names), strict=True),
                       strict=True))  # fmt: skip
     rows: list[list[Cell]] = []
     for place, (run, href) in enumerate(zip(repeated.runs, hrefs, strict=True)):
-        numbers = [cell(value) for value in values.get(place, [None] * len(BY_RUN))]
+        numbers = [cell(value) for value in values.get(place, [None] * len(names))]
         name = several.linked(Path(run.directory).name, href)
         rows.append([name, several.state(run), several.codes(run), *numbers])
-    return Table(["run", "verdict", "findings", *map(several.plain, BY_RUN)], rows)
+    return Table(["run", "verdict", "findings", *map(several.plain, names)], rows)
 
 
 def _charts(repeated: Repeated, hrefs: Sequence[str], origin: str) -> list[Block]:
@@ -105,7 +109,7 @@ def _charts(repeated: Repeated, hrefs: Sequence[str], origin: str) -> list[Block
             note="A dot is a run and leads to its page; the line is the mean, the band its 95 % interval.",
         )
         for title, (y_label, metrics) in CHARTS.items()
-        if any(repeated.metrics[name].mean is not None for name in metrics)
+        if any(name in repeated.metrics and repeated.metrics[name].mean is not None for name in metrics)
     ]
 
 

@@ -29,7 +29,7 @@ from loadgen.document.content import (
 )
 from loadgen.report import cluster, metrics, text
 from loadgen.report.pages import charts, intervals
-from loadgen.report.pages.charts import LATENCIES, Shown
+from loadgen.report.pages.charts import Shown
 from loadgen.report.pages.parts import interval
 from loadgen.report.schema import Report
 from loadgen.rundir.outcomes import OUTCOMES
@@ -40,6 +40,7 @@ MAX_ERROR_CHARACTERS = 300
 RATES = {
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "output tokens/s",
+    metrics.ITEMS: "items/s",
     "total_tokens_per_s": "total tokens/s",
     metrics.GOODPUT: "goodput, requests/s",
 }
@@ -93,8 +94,9 @@ def _doubt(report: Report) -> str:
 def _tiles(report: Report) -> Iterator[Tile]:
     """The numbers that a reader looks for first."""
     throughput, goodput, use = report.throughput, report.goodput, report.gpus
-    yield Tile("output tokens/s", [("", cell(throughput.output_tokens_per_s))], "#rates")
-    for metric in ("ttft_ms", "tpot_ms", "e2el_ms"):
+    made = metrics.ITEMS if report.items is not None else "output_tokens_per_s"
+    yield Tile(RATES[made], [("", cell(getattr(throughput, made)))], "#rates")
+    for metric in ("ttft_ms", "tpot_ms", "e2el_ms") if report.items is None else ("e2el_ms",):
         summary, name = report.metrics[metric], metric.removesuffix("_ms")
         yield Tile(f"{name}, ms", [("p50", cell(summary.p50)), ("p99", cell(summary.p99))], f"#{name}")
     if goodput is not None and goodput.request_goodput is not None:
@@ -192,10 +194,11 @@ def _load(run: Shown) -> str:
         f"{report.arrival}, {number(planned)} requests" if planned is not None else report.arrival,
         *(
             f"{name.replace('_', ' ')} {config[name]}"
-            for name in ("duration", "input_tokens", "output_tokens", "dataset", "trace", "prefix",
+            for name in ("duration", "input_tokens", "output_tokens", "images", "dataset", "trace", "prefix",
                          "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "seed")
-            if config.get(name) is not None
+            if config.get(name) is not None and (name != "output_tokens" or report.items is None)
         ),
+        *(["batch size " + option(config.get("batch_size"))] if report.items is not None else []),
     ]  # fmt: skip
     return ", ".join(phrases)
 
@@ -240,8 +243,9 @@ def rates(runs: Sequence[Shown]) -> Table:
 
 def _rates(run: Shown) -> dict[str, float | None]:
     throughput, goodput = run.report.throughput, run.report.goodput
+    without = metrics.ITEMS if run.report.items is None else "output_tokens_per_s"
     return {
-        **{name: getattr(throughput, name) for name in throughput.__struct_fields__},
+        **{name: getattr(throughput, name) for name in throughput.__struct_fields__ if name != without},
         **({} if goodput is None else {metrics.GOODPUT: goodput.request_goodput}),
     }
 
@@ -253,7 +257,7 @@ def _row(runs: Sequence[Shown], run: Shown, what: str) -> str:
 def latency_intervals(runs: Sequence[Shown]) -> Table:
     """Mean, p50 and p99 of each run, each with its interval."""
     rows: list[list[Cell]] = []
-    for metric in LATENCIES:
+    for metric in charts.told(runs):
         for run in runs:
             bounds = intervals.of_metric(
                 run.measured,
@@ -289,8 +293,8 @@ def _slowest(run: Shown) -> Iterator[Block]:
         return
     yield _requests(run, by_e2el, f"The {len(by_e2el)} requests of the longest e2el", folded=False)
     yield charts.timelines(run, by_e2el)
-    by_ttft = _longest(run, "ttft_ms")
-    yield _requests(run, by_ttft, f"The {len(by_ttft)} requests of the longest ttft", folded=True)
+    if len(by_ttft := _longest(run, "ttft_ms")):
+        yield _requests(run, by_ttft, f"The {len(by_ttft)} requests of the longest ttft", folded=True)
 
 
 def _longest(run: Shown, metric: str) -> NDArray[np.int64]:

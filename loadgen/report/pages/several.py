@@ -143,5 +143,6 @@ def cdfs(samples: Mapping[str, Mapping[str, Distribution]], origins: Mapping[str
             for place, (label, of) in enumerate(samples.items())
             if metric in of and len(of[metric].values)
         ]
-        charts.append(parts.cdf(LATENCIES[metric], curves, f"{metric.removesuffix('_ms')} (ms)"))
+        if curves:
+            charts.append(parts.cdf(LATENCIES[metric], curves, f"{metric.removesuffix('_ms')} (ms)"))
     return charts

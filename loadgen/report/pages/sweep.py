@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loadgen.document.content import Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table, cell
 from loadgen.report import sweeps
-from loadgen.report.metrics import Distribution
+from loadgen.report.metrics import ITEMS, Distribution
 from loadgen.report.pages import several
 from loadgen.report.sweeps import (
     BY_TOKENS,
@@ -27,6 +27,9 @@ from loadgen.report.sweeps import (
 
 FILE, TEXT = "sweep.html", "sweep.md"
 WHAT = {"output_tokens_per_s": "Output tokens", "total_tokens_per_s": "Prompt and output tokens"}
+
+
+UNITS = {BY_TOKENS[0]: "output tokens/s", "requests_per_s": "requests/s", ITEMS: "items/s"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def page(
     values = {point.value: f"{swept.plan.varies} {point.value}" for point in swept.points}
     remarks = Items([Listed("", remark) for remark in sweeps.remarks(swept)])
     curves = {values[value]: of for value, of in samples.items()}
+    items = sweeps.of_items(swept)
     return Document(
         title=f"{f'{swept.backend} {swept.model}'.strip() or 'A sweep'} by {varied(swept)}",
         verdict=several.verdict(begun, len(swept.runs)),
@@ -64,17 +68,17 @@ def page(
             Section("findings", "Findings", [*several.findings(begun), remarks]),
             Section("points", "Every point", [_points(swept, hrefs)]),
             *(
-                Section(name, title, charts, [f"{name}.png"] if curves else [])
+                Section(name, title, charts, [f"{name}.png"] if curves and charts else [])
                 for name, title, charts in (
                     (
                         "pareto",
                         "Interactivity against throughput",
-                        [_pareto(swept, each, hrefs, origin) for each in BY_TOKENS],
+                        [] if items else [_pareto(swept, each, hrefs, origin) for each in BY_TOKENS],
                     ),
                     (
                         "latency",
                         "Latency against throughput",
-                        [_latency(swept, each, hrefs, origin) for each in LATENCIES],
+                        [_latency(swept, each, hrefs, origin) for each in (["e2el"] if items else LATENCIES)],
                     ),
                     ("cdf", "CDF of every point", several.cdfs(curves, dict.fromkeys(curves, origin))),
                 )
@@ -148,7 +152,7 @@ def _latency(swept: Swept, latency: str, hrefs: Mapping[str, str], origin: str) 
         series += _dots(f"{percentile}, INVALID", swept, invalid, (throughput, metric), hrefs, colour, named)
     return Chart(
         title=LATENCIES[latency],
-        x_label="throughput (output tokens/s)" if throughput == BY_TOKENS[0] else "throughput (requests/s)",
+        x_label=f"throughput ({UNITS[throughput]})",
         y_label=f"{latency} (ms)",
         series=series,
         origin=origin,
