@@ -383,7 +383,7 @@ def list_runs(
         found = listing.runs(directory)
     except OSError as error:
         raise rundir.RunError(
-            f"cannot list {directory}: {error.strerror or error}; name a directory of runs."
+            f"cannot list the directory {directory}/: {error.strerror or error}; name one that holds runs: loadgen list DIR."
         ) from None
     rows = []
     for run in found:
