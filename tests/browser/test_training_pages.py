@@ -119,7 +119,7 @@ def test_a_comparison_says_what_is_better_with_its_interval(chromium: Chromium, 
     assert chromium.text(".verdict") == "tokens/s of 3 in both: 2 better, 1 no difference shown."
     assert {1010.0, 1010.0 * 1.1, 1010.0 * 1.1**2} <= set(chromium.numbers())
     read = chromium.chart("tokens/s").hover(0.5, 0.5)
-    assert read.startswith("7b_pretrain_deepspeed_Z3_8x_s350_b1: 1.1 [1.0")
+    assert read.startswith("7b_pretrain_deepspeed_Z3_8x_s350_b1: B is better = 10 [7.5")
 
 
 def test_hostile_names_are_shown_and_not_obeyed(chromium: Chromium, pages: dict[str, Path]) -> None:

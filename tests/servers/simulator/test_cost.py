@@ -381,6 +381,14 @@ def test_a_step_is_launched_in_one_of_three_ways() -> None:
     assert cost("7b").launch_s(prefill(513)) == (0, 0)
 
 
+def test_gpt_oss_has_graphs_of_1024_tokens() -> None:
+    """As vLLM sets them for it; steps of 600 and 1,024 tokens took 5.0 and 3.5 ms to launch (results:models/live)."""
+    own = {"launch_eager_layer_us": 500.0, "graph_tokens": 512}
+    assert cost("gpt-oss-20b", **own).launch_s(prefill(1024)) == (0, 0)
+    assert cost("gpt-oss-20b", **own).launch_s(prefill(1025))[0] > 0
+    assert cost("qwen3-30b-a3b", **own).launch_s(prefill(1024))[0] > 0
+
+
 def test_launches_differ_around_their_mean() -> None:
     """Those of steps with prefills, beyond what puts a step together; each server's in the same order."""
     own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, launch_spread=0.25, graph_tokens=512)
