@@ -383,7 +383,7 @@ def list_runs(
         found = listing.runs(directory)
     except OSError as error:
         raise rundir.RunError(
-            f"cannot list the directory {directory}/: {error.strerror or error}; name one that holds runs: loadgen list DIR."
+            f"cannot list the directory {directory}/: {error.strerror or error}; name one with runs: loadgen list DIR."
         ) from None
     rows = []
     for run in found:

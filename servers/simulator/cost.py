@@ -44,7 +44,8 @@ ROUTED_LAUNCHES, PLAIN_ROUTING_LAUNCHES = 12, 9  # sorting, two group products, 
 GRAPH_LAUNCHES = 2.0  # of latent attention between parts of graphs, over those of others
 LATENT_MOVED = 16  # values of the queries' width that a token's keys, queries and outputs are copied and rotated in
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
-GRAPH_TOKENS = {"gpt_oss": 1024}  # the largest of vLLM's graphs, where they are not 512 (vllm/model_executor/models/config.py of 0.25)
+# The largest of vLLM's graphs, by type of model, where it is not 512 (vllm/model_executor/models/config.py of 0.25)
+GRAPH_TOKENS = {"gpt_oss": 1024}
 # Of products of at most so many rows: rows and columns of the tiles that run together, and how many these are. vLLM's
 # fp8 kernels on Hopper (csrc/quantization/w8a8/cutlass/c3x/scaled_mm_sm90_fp8_dispatch.cuh).
 TILES = (
