@@ -392,7 +392,9 @@ def planned_load(config: Config, backend: Backend) -> Load:
     if isinstance(dataset, Dataset):
         return msgspec.structs.replace(config.load, requests=_requests(config, len(dataset)))
     assert config.load.sessions is not None
-    sessions = msgspec.structs.replace(config.load.sessions, counts=dataset.counts, left_out=str(dataset.left_out))
+    sessions = msgspec.structs.replace(
+        config.load.sessions, counts=dataset.counts, left_out=str(dataset.left_out), delays_ms=dataset.delays_ms
+    )
     load = msgspec.structs.replace(config.load, requests=dataset.sessions, sessions=sessions)
     if (load.planned or 0) > MOST_TURNS:
         raise ConfigError(f"--sessions {dataset.sessions} have over {MOST_TURNS} turns; lower their number.")

@@ -35,7 +35,6 @@ _FILES = "*.json*"  # of a directory
 MOST_S = 1e7  # of a time in a session
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
-_HashId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
 
 
 class Pending(NamedTuple):
@@ -55,7 +54,11 @@ class WaitsForItself(ValueError):
 
 def planned(sessions: Sequence[Sequence[Pending]], speed: float = 1.0) -> tuple[list[int], Turns]:
     """The rows in the order of their numbers, each after those that it waits for, and the turns, `speed` times as fast.
-    Of each session the first alone waits for nothing. Raises WaitsForItself."""
+    Of each session the first alone waits for nothing. Raises WaitsForItself, and WorkloadError for a wait without
+    end."""
+    most_ns = max((wait[1] for session in sessions for each in session for wait in each.waits), default=0)
+    if most_ns > MOST_S * 1e9 * speed:
+        raise WorkloadError(f"--trace-speed {speed:g} makes a turn wait for over {MOST_S:g} s; name a higher speed.")
     rows: list[int] = []
     waits: dict[int, tuple[Wait, ...]] = {}
     for session in sessions:
@@ -100,7 +103,7 @@ class _Call(msgspec.Struct, rename={"input_tokens": "in", "output_tokens": "out"
     type: str = "n"
     input_tokens: _Tokens = 0
     output_tokens: _Tokens = 0
-    hash_ids: list[_HashId] = []
+    hash_ids: list[int] = []
     api_time: float | None = None
     think_time: float | None = None
     duration_ms: float | None = None
@@ -119,7 +122,7 @@ class _Session(msgspec.Struct):
 
 
 def _positive(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+    return min(value, MOST_S) if value is not None and math.isfinite(value) and value > 0 else 0.0
 
 
 def _ints() -> array[int]:
@@ -141,7 +144,8 @@ class Agents:
     overlapping: int = 0
     _ends_s: list[float] = field(default_factory=list)  # of each request, in its session
     _timed: list[bool] = field(default_factory=list)  # whether that is known
-    _highest: int = 0  # below which all hash ids so far are: sessions share none
+    _ids: int = 0  # different ones so far
+    _own: dict[int, int] = field(default_factory=dict)  # of the session, by those that it has: sessions share none
 
     def notes(self) -> Iterator[str]:
         if self.empty:
@@ -154,11 +158,11 @@ class Agents:
 
     def add(self, session: _Session) -> None:
         pending: list[Pending] = []
-        begin = len(self.hash_ids)
+        self._own = {}
         self._agent(session.requests, pending, None)
         if pending:
             self.sessions.append(pending)
-        self._highest = 1 + max(self.hash_ids[begin:], default=self._highest - 1)
+        self._ids += len(self._own)
 
     def _agent(self, calls: Sequence[_Call], pending: list[Pending], last: int | None) -> int | None:
         """Takes the requests of an agent that was begun by the request `last`, and gives back its last one."""
@@ -192,7 +196,7 @@ class Agents:
         self.empty += not (call.input_tokens and call.output_tokens)
         self.input_tokens.append(max(1, call.input_tokens))
         self.output_tokens.append(max(1, call.output_tokens))
-        self.hash_ids.extend(self._highest + each for each in call.hash_ids)
+        self.hash_ids.extend(self._own.setdefault(each, self._ids + len(self._own)) for each in call.hash_ids)
         self.hash_offsets.append(len(self.hash_ids))
         self._ends_s.append(call.end_s)
         self._timed.append(call.api_time is not None)

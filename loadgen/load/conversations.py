@@ -1,9 +1,12 @@
 """Conversations that somebody had, from a file: sessions whose turns are what a person said to an assistant.
 
-Two formats are read, as a JSON list or one conversation a line, and told apart by their keys:
+Three formats are read, as a JSON list or one conversation a line, and told apart by their keys:
 
     ShareGPT  {"conversations": [{"from": "human" or "gpt" or "system", "value": text}, ...]}
     OpenAI    {"messages": [{"role": "user" or "assistant" or "system", "content": text, or parts of text}, ...]}
+    MLPerf    a message a line, as of MLPerf Endpoints' agents: {"conversation_id": id, "role": "user" or "assistant" or
+              "tool", "content": text, "system": text, "tools": [...], "tool_results": [{"content": text}, ...],
+              "delay_seconds": s}; what tools gave is said by the user, that long after the reply before it
 
 A turn is all that the person says before the assistant's next reply, with the system messages before it. The
 assistant's words in the file are never sent: the history of a run holds what the server really replied. They only say
@@ -15,10 +18,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -42,6 +45,7 @@ _SPEAKERS = {
 }  # fmt: skip
 
 
+MOST_DELAY_S = 1e6
 _TEXTS = ("text", "input_text", "output_text")  # the latter two: of OpenAI's responses
 
 
@@ -51,12 +55,13 @@ class _Part(msgspec.Struct, gc=False):
 
 
 class _Message(msgspec.Struct, rename={"sender": "from"}, gc=False):
-    """A message in either format. content: null where an assistant calls tools."""
+    """A message in either format. content: null where an assistant calls tools. delay_s: before it is said."""
 
     sender: str | None = None
     role: str | None = None
     value: str | None = None
     content: str | list[_Part] | None = None
+    delay_s: float | None = msgspec.field(name="delay_seconds", default=None)
 
     def text(self) -> str | None:
         """None where there is more than text."""
@@ -70,22 +75,44 @@ class _Message(msgspec.Struct, rename={"sender": "from"}, gc=False):
         return isinstance(self.content, list) and any("image" in part.type for part in self.content)
 
 
+class _Result(msgspec.Struct, gc=False):
+    """What a tool gave."""
+
+    content: str | list[_Part] | None = None
+
+
+class _Row(msgspec.Struct, gc=False):
+    """A message a line."""
+
+    conversation_id: str | int
+    role: str
+    content: str | list[_Part] | None = None
+    system: str | None = None
+    tools: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    tool_results: list[_Result] | None = None
+    delay_seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_DELAY_S)] | None = None
+
+
 class _Conversation(msgspec.Struct, gc=False):
     conversations: list[_Message] | None = None
     messages: list[_Message] | None = None
     output_tokens: TokenCount | list[TokenCount] | None = None
+    conversation_id: Any = None  # with a role: it is one message, as `_Row` has it
+    role: Any = None
     image: Any = None  # of LLaVA's files, whose text says where it stands
     images: Any = None
 
 
 class Turn(msgspec.Struct, gc=False):
     """What is said before one reply. reply: the assistant's words in the file, kept where they are to be counted.
-    output_tokens: as the file says; 0: it does not."""
+    output_tokens: as the file says; 0: it does not. delay_ms: after the reply before it; -1: the file does not say."""
 
     text: str
     system: str
     reply: str = ""
     output_tokens: int = 0
+    delay_ms: int = -1
 
     @property
     def whole_text(self) -> str:
@@ -133,6 +160,9 @@ class _File:
     left_out: LeftOut = field(default_factory=LeftOut)
     count: Callable[[str], int] | None = None
     _lengths: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    _rows: tuple[str, str | int, list[_Message]] | None = (
+        None  # of a message a line: where it begins, its id, what is said
+    )
 
     def add(self, where: str, encoded: bytes | msgspec.Raw) -> None:
         """Takes one conversation. Raises WorkloadError, which says `where` that is."""
@@ -145,6 +175,27 @@ class _File:
             self.left_out.strange_first = self.left_out.strange_first or first
             self.left_out.strange += 1
             return
+        alone = conversation.messages is None and conversation.conversations is None
+        if alone and conversation.conversation_id is not None and conversation.role is not None:
+            try:
+                row = _decode_row(encoded)
+            except UNDECODABLE as error:
+                raise WorkloadError(f"{where} is none: {reason(error)}.") from None
+            if self._rows is None or self._rows[1] != row.conversation_id:
+                self.end()
+                self._rows = (where, row.conversation_id, [])
+            self._rows[2].extend(_said(row))
+            return
+        self.end()
+        self._take(where, conversation)
+
+    def end(self) -> None:
+        """Takes a conversation that had a message a line. Raises WorkloadError."""
+        if self._rows is not None:
+            (where, _, messages), self._rows = self._rows, None
+            self._take(where, _Conversation(messages=messages))
+
+    def _take(self, where: str, conversation: _Conversation) -> None:
         messages = conversation.messages if conversation.conversations is None else conversation.conversations
         if messages is None:
             raise WorkloadError(
@@ -187,6 +238,7 @@ class _File:
 
 
 _decode = msgspec.json.Decoder(_Conversation).decode
+_decode_row = msgspec.json.Decoder(_Row).decode
 
 
 def _decoded(encoded: bytes | msgspec.Raw) -> _Conversation | None:
@@ -207,18 +259,35 @@ def _decoded(encoded: bytes | msgspec.Raw) -> _Conversation | None:
         return None
 
 
+def _said(row: _Row) -> Iterator[_Message]:
+    """The messages of a line that has one of its own."""
+    beginning = [row.system or "", *([] if not row.tools else [msgspec.json.encode(row.tools).decode()])]
+    if any(beginning):
+        yield _Message(role=_SYSTEM, content="\n".join(filter(None, beginning)))
+    if row.role == "tool":
+        for result in row.tool_results or ():
+            yield _Message(role=_USER, content=result.content, delay_s=row.delay_seconds)
+    if row.role == _ASSISTANT:
+        calls = "" if not row.tool_calls else msgspec.json.encode(row.tool_calls).decode()
+        yield _Message(role=_ASSISTANT, content=calls if row.content is None else row.content)
+    elif row.content is not None:
+        yield _Message(role=_USER if row.role == "tool" else row.role, content=row.content, delay_s=row.delay_seconds)
+
+
 def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[list[Turn], bool]:
     """The turns, and whether the assistant spoke before any user did. Raises _MoreThanText, and WorkloadError."""
     turns: list[Turn] = []
     system: list[str] = []
     user: list[str] = []
+    delays_s: list[float] = []
     begins_with_reply = False
 
     def ends_turn() -> None:
         if user:
-            turns.append(Turn("\n".join(user), "\n".join(system)))
-            user.clear()
-            system.clear()
+            delay_ms = round(delays_s[0] * 1000) if delays_s else -1
+            turns.append(Turn("\n".join(user), "\n".join(system), delay_ms=delay_ms))
+            for said in (user, system, delays_s):
+                said.clear()
 
     for number, message in enumerate(messages, 1):
         name = message.role if message.sender is None else message.sender
@@ -234,6 +303,7 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
             raise _MoreThanText(message.has_images)
         elif text.strip():
             (user if speaker == _USER else system).append(text)
+            delays_s.extend([] if message.delay_s is None else [message.delay_s])
     ends_turn()
     return turns, begins_with_reply
 
@@ -245,6 +315,7 @@ def read_file(file: Stamp, tokenizer: str | None) -> _File:
     for item in items(file.path, "conversations"):
         place = f"conversation {item.number}" if item.in_list else f"the conversation in line {item.number}"
         found.add(f"{place} of {file.path}", item.encoded)
+    found.end()
     return found
 
 
@@ -292,6 +363,13 @@ class Conversations:
     def counts(self) -> tuple[int, ...]:
         """Turns of each conversation that is held, before one comes again."""
         return tuple(len(self._file.conversations[index]) for index in range(min(self._held, self.sessions)))
+
+    @property
+    def delays_ms(self) -> tuple[int, ...]:
+        """Before each turn of these, -1 where the file does not say; empty where it never does."""
+        held = range(min(self._held, self.sessions))
+        delays = tuple(turn.delay_ms for index in held for turn in self._file.conversations[index])
+        return delays if any(delay >= 0 for delay in delays) else ()
 
     def __len__(self) -> int:
         """How many prompts are measured before one comes again."""

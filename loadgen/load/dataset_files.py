@@ -95,7 +95,7 @@ def respelled(encoded: bytes | msgspec.Raw) -> list[bytes] | None:
 
 def holds_conversations(path: Path) -> bool:
     """Whether a file begins as one of conversations does: a JSON list whose first item is no prompt, or a line that has
-    `conversations` or `messages` and no prompt. A file that cannot be read does not."""
+    `conversations`, `messages` or `conversation_id` and no prompt. A file that cannot be read does not."""
     with contextlib.suppress(OSError, ValueError):
         return path.is_file() and _begins_conversations(path)
     return False
@@ -118,7 +118,7 @@ def _begins_conversations(path: Path) -> bool:
         keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
     except UNDECODABLE:  # of which kind the mistake is
         return b'"conversations"' in first or b'"messages"' in first
-    return keys.isdisjoint(("prompt", "text")) and not keys.isdisjoint(("conversations", "messages"))
+    return keys.isdisjoint(("prompt", "text")) and not keys.isdisjoint(("conversations", "messages", "conversation_id"))
 
 
 def _list_begins_conversations(head: bytes) -> bool:

@@ -57,9 +57,9 @@ def parse_subagents(text: str) -> Subagents:
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """turns: how many each session has, without those of sub-agents; None: as `counts` says, for conversations that
     somebody had. think_time: in milliseconds. from_due: it passes from when the turn before was due, but no turn is due
-    before its reply has ended. delays_ms: what passes before each turn of these conversations in place of it.
-    context_tokens: a turn that would take prompt and reply beyond that goes on from its agent's first prompt.
-    left_out: what of these conversations is not sent, as a clause."""
+    before its reply has ended. delays_ms: what passes before each turn of these conversations in place of it; negative:
+    it does not. context_tokens: a turn that would take prompt and reply beyond that goes on from its agent's first
+    prompt. left_out: what of these conversations is not sent, as a clause."""
 
     turns: Law | None
     think_time: Law
@@ -67,6 +67,7 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     subagents: Subagents | None = None
     context_tokens: int | None = None
     counts: tuple[int, ...] = ()
+    delays_ms: tuple[int, ...] = ()
     left_out: str = ""
 
     @property
@@ -85,6 +86,8 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
             counts = np.resize(np.asarray(self.counts, np.int64), sessions)
         waits: dict[int, tuple[Wait, ...]] = {}
         bases: dict[int, Base | None] = {}
+        if self.delays_ms:
+            waits = self._delays(counts)
         if self.subagents is not None:
             counts = self._with_subagents(counts, seed, think_time, waits, bases)
         turns = Turns(counts, think_time, from_due=self.from_due, waits=waits, bases=bases)
@@ -92,6 +95,18 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
             return turns
         _cut_back(turns, own, self.context_tokens, bases)
         return Turns(counts, think_time, from_due=self.from_due, waits=waits, bases=bases)
+
+    def _delays(self, counts: NDArray[np.int64]) -> dict[int, tuple[Wait, ...]]:
+        """What the turns wait for that have a delay of their own. A session's first turn waits for nothing."""
+        import numpy as np
+
+        firsts = {0, *np.cumsum(counts).tolist()}
+        delays_ms = np.resize(self.delays_ms, int(counts.sum())).tolist()
+        return {
+            number: (Wait(number - 1, delay_ms * 1_000_000),)
+            for number, delay_ms in enumerate(delays_ms)
+            if delay_ms >= 0 and number not in firsts
+        }
 
     def _with_subagents(
         self,

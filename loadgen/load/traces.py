@@ -85,7 +85,7 @@ class Trace:
     """The requests of a trace by their times. Shapes: (n,), but for `hash_ids`, which is flat, and is cut by
     `hash_offsets` (n + 1,); ids of 2^63 and more are negative there. `left_out` counts what was read from `from_s` on
     and cannot be played. notes: sentences without their end. turns: where requests wait for each other; they then stand
-    session by session, and the time of a session's first request is that of the session."""
+    session by session, each at the time of its session."""
 
     format: str
     line: NDArray[np.int64]  # number of its data line in the file, from 0: a heading and empty lines do not count
@@ -538,6 +538,8 @@ class _Played:
     ) -> Trace:
         """The trace of its rows in that order. Raises WorkloadError."""
         at_ns = _column(self.at_ns)[order]
+        if turns is not None:
+            at_ns = np.repeat(at_ns[turns.first[:-1]], np.diff(turns.first))
         if at_ns[-1] - at_ns[0] > MOST_SECONDS * 1e9 * speed:
             raise WorkloadError(
                 f"--trace-speed {speed:g} makes {self.path} last over {MOST_SECONDS:g} s; name a higher speed."

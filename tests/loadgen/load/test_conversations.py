@@ -20,6 +20,7 @@ from loadgen.load.conversations import Conversations, PlayedConversations
 from loadgen.load.dataset_files import holds_conversations
 from loadgen.load.lengths import THINK_TIME, WorkloadError, parse
 from loadgen.load.sessions import Sessions
+from loadgen.load.turns import Wait
 from loadgen.plan import Plan, plan_run, planned_load, read_dataset
 from loadgen.target import Target
 from tests.packers import PACKERS
@@ -329,6 +330,50 @@ def test_all_that_users_say_is_sent_in_its_order(
 def planned(config: Config) -> Plan:
     info = ServerInfo("m", max_total_tokens=4096)
     return plan_run(config, backends.get(config.kind), Target("http://h"), info, "r")
+
+
+def mlperf(**fields: Any) -> dict[str, Any]:
+    return {"conversation_id": "c1"} | fields
+
+
+AGENTIC = [
+    mlperf(turn=1, role="user", system="Be brief.", content="one two", tools=[{"name": "ls"}], delay_seconds=0.5),
+    mlperf(turn=2, role="assistant", tool_calls=[{"function": {"name": "ls", "arguments": "{}"}}]),
+    mlperf(
+        turn=3,
+        role="tool",
+        tool_results=[{"tool_call_id": "t1", "content": "a b"}, {"content": "c"}],
+        delay_seconds=1.4,
+    ),
+    mlperf(turn=4, role="assistant", content="done", reasoning_content="hm"),
+    mlperf(turn=5, role="user", content="thanks"),
+    {"conversation_id": "c2", "turn": 1, "role": "user", "content": "last"},
+]
+
+
+def test_a_message_a_line_as_mlperf_has_its_agents(tmp_path: Path) -> None:
+    """What tools gave is said when they had run; what the assistant said in the file is never sent."""
+    path = as_lines(tmp_path / "f", AGENTIC)
+    config = Config(url="http://h", backend="openai-chat", dataset=path, warmup=1, think_time=2, output_tokens=6)
+    plan = planned(config)
+    turns = plan.job.load.turns()
+    assert turns is not None and turns.first.tolist() == [0, 3]
+    waits = [turns.waits(number) for number in range(3)]
+    assert waits == [(), (Wait(0, 1_400_000_000),), (Wait(1, 2_000_000_000),)]
+    said = plan.prompts.build(backends.get("openai-chat"), plan.job.load, 1)
+    assert [said.prompt("measured", number).text for number in (1, 2)] == ["a b\nc", "thanks"]
+    assert said.prompt("measured", 0).messages == (("system", 'Be brief.\n[{"name":"ls"}]'), ("user", "one two"))
+    assert said.prompt("warmup", 0).text == "last"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [({"delay_seconds": -1}, "delay_seconds"), ({"role": 5}, "role"), ({"tool_results": 5}, "tool_results")],
+)
+def test_a_message_a_line_that_is_none_is_told(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = as_lines(tmp_path / "f", [mlperf(role="user", content="a"), mlperf(role="tool") | fields])
+    with pytest.raises(WorkloadError, match=f"the conversation in line 3 of .*f is none: .*{why}"):
+        planned(Config(url="http://h", backend="openai-chat", dataset=path, warmup=0))
 
 
 def test_a_plan_has_a_session_for_each_conversation(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_text_images_and_sessions(tmp_path: Path) -> None:
         ),
     )
     trace = read(path)
-    assert plain(trace) == [(0, 0, 4, 5, []), (1, 2_500_000_000, 40, 5, []), (2, 10**9, 30, 5, [])]
+    assert plain(trace) == [(0, 0, 4, 5, []), (1, 0, 40, 5, []), (2, 10**9, 30, 5, [])]
     assert trace.turns is not None and trace.turns.waits(1) == (Wait(0, 2_500_000_000),)  # after the reply
     kinds = ("have a text and no input_length", "came with images")
     assert [kind in note and note.startswith("1 ") for kind, note in zip(kinds, trace.notes, strict=True)] == [True] * 2
