@@ -54,7 +54,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     p2p: whether GPUs may read each other's memory. config_dir: where it sees the files of its Invocation. version: the
     server's, as far as it is known; None stands for the newest that the adapter knows. trace_dir: where its profiler is
     to leave traces, as the server sees it; None: it runs without its profiler. dp: replicas of the model in it, of
-    `tp` GPUs and such a batch each. api_servers: processes of its HTTP front end; None: its own choice.
+    `tp` GPUs and such a batch each. by_priority: requests have one, which decides on their order. api_servers: its HTTP
+    front end has so many processes; None: its own choice.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     version: tuple[int, ...] | None = None
     trace_dir: str | None = None
     dp: int = 1
+    by_priority: bool = False
     api_servers: int | None = None
 
 

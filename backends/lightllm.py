@@ -254,6 +254,7 @@ ADAPTER = Adapter(
 BACKEND = Backend(
     name="lightllm",
     adapter_field="",
+    priority_field="",
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,

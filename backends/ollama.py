@@ -191,4 +191,5 @@ BACKEND = Backend(
     info_paths=(_TAGS_PATH, *PATHS),
     read_info=read_info,
     server_metrics={},
+    priority_field="",
 )

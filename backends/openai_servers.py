@@ -92,7 +92,7 @@ def invoke_lmdeploy(settings: Settings) -> Invocation:
 # lists none until a worker registers, and its chunk of a token may have no text: its usage counts them.
 _backend = partial(
     Backend, prompt_kind="token_ids", any_server=True, encode=encode, decoder=decoder, keeper=decoder,
-    error_message=error_message, info_paths=PATHS, native=False, returns_token_ids=False,
+    error_message=error_message, info_paths=PATHS, native=False, returns_token_ids=False, priority_field="",
 )  # fmt: skip
 
 TRTLLM = _backend(

@@ -194,6 +194,7 @@ class Backend:
     returns_token_ids: its replies can have the ids of their tokens, of which the next prompt of a session is made where
     prompts are token ids.
     adapter_field: of the body, which names a LoRA adapter, within an object after a dot; "": a request cannot say it.
+    priority_field: likewise, with a request's priority.
     pooled: a request has texts, and its reply, never streamed, is no text but a vector or a score for each of them.
     takes_images: beside a text.
     """
@@ -220,5 +221,6 @@ class Backend:
     may_lack_route: bool = False
     returns_token_ids: bool = True
     adapter_field: str = "model"
+    priority_field: str = "priority"
     pooled: bool = False
     takes_images: bool = False

@@ -252,6 +252,8 @@ def invoke(settings: Settings) -> Invocation:
         "--host", settings.host,
         "--port", str(settings.port),
     ]  # fmt: skip
+    if settings.by_priority:
+        arguments.append("--enable-priority-scheduling")
     if settings.dp > 1:
         arguments += ["--dp-size", str(settings.dp)]
     if not settings.prefix_caching:

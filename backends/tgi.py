@@ -262,6 +262,7 @@ ADAPTER = Adapter(
 BACKEND = Backend(
     name="tgi",
     adapter_field="parameters.adapter_id",
+    priority_field="",
     prompt_kind="text",
     encode=encode,
     decoder=decoder,

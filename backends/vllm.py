@@ -101,6 +101,8 @@ def invoke(settings: Settings) -> Invocation:
         arguments += ["--quantization", settings.quantization]
     if settings.kv_cache_dtype is not None:
         arguments += ["--kv-cache-dtype", settings.kv_cache_dtype]
+    if settings.by_priority:
+        arguments += ["--scheduling-policy", "priority"]
     if settings.max_batched_tokens is not None:
         arguments += ["--max-num-batched-tokens", str(settings.max_batched_tokens)]
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}  # 5 s: shorter than a wait for a token

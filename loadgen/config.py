@@ -190,6 +190,13 @@ class LoadOptions:
     trace_block_tokens: Annotated[
         Whole | None, _load("Tokens that each of its hash_ids stands for (default: the format's, or as lengths say).")
     ] = None
+    priority: Annotated[
+        str | None,
+        _load(
+            "Priorities that requests ask for, drawn by their shares: 0:0.8,10:0.2. vLLM takes the lower first, SGLang "
+            "the higher, where they schedule by priority, as those that loadgen starts then do."
+        ),
+    ] = None
     batch_size: Annotated[
         WholeOrText,
         _load("Texts of each request for embeddings, ranks or scores, each of --input-tokens: a number, or a law."),
@@ -944,6 +951,7 @@ class Config(
                 sessions=sessions,
                 cancel_ratio=self.cancel,
                 adapters=None if self.adapters is None else choices.parse_adapters(self.adapters),
+                priorities=None if self.priority is None else choices.parse_priorities(self.priority),
                 seed=self.seed,
             )
         except ValueError as error:

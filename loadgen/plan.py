@@ -74,7 +74,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shard: int = 0
     shards: int = 1
 
-    def request(self, backend: Backend, prompt: Prompt, sampling: Sampling, adapter: str = "") -> HttpRequest:
+    def request(
+        self, backend: Backend, prompt: Prompt, sampling: Sampling, adapter: str = "", priority: int | None = None
+    ) -> HttpRequest:
         """The request for a prompt, to the model or to that adapter of it, with what the user adds to it and leaves
         out."""
         by_name = adapter and backend.adapter_field == "model"
@@ -82,6 +84,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         body = self.body_edits.apply(request.body)
         if adapter and not by_name:
             body = BodyEdits(extra=_nested(backend.adapter_field, adapter)).apply(body)
+        if priority is not None:
+            body = BodyEdits(extra=_nested(backend.priority_field, priority)).apply(body)
         return request if body is request.body else msgspec.structs.replace(request, body=body)
 
     @property
@@ -115,7 +119,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return (number for number in itertools.count() if number % cycle % self.shards == self.shard)
 
 
-def _nested(field: str, value: str) -> dict[str, object]:
+def _nested(field: str, value: object) -> dict[str, object]:
     outer, _, inner = field.partition(".")
     return {outer: {inner: value} if inner else value}
 
@@ -192,6 +196,8 @@ def choose_model(config: Config, backend: Backend, info: ServerInfo) -> str:
 
 def with_adapters(load: Load, backend: Backend, info: ServerInfo) -> Load:
     """The load with its adapters by the server's own names. Raises ConfigError for what the server lacks."""
+    if load.priorities is not None and not backend.priority_field:
+        raise ConfigError(f"--priority: a request to {backend.name} cannot have one; leave it out.")
     asked, listed = load.adapters, info.adapters
     if asked is None:
         return load

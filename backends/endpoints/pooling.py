@@ -138,4 +138,4 @@ _pooled = partial(
 EMBEDDINGS = _pooled(name="embeddings", encode=encode_embeddings)
 RERANK = _pooled(name="rerank", encode=encode_rerank)
 SCORE = _pooled(name="score", encode=encode_score)
-TEI_RERANK = _pooled(name="tei-rerank", encode=encode_tei_rerank, adapter_field="")
+TEI_RERANK = _pooled(name="tei-rerank", encode=encode_tei_rerank, adapter_field="", priority_field="")

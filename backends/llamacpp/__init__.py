@@ -279,6 +279,7 @@ ADAPTER = Adapter(
 BACKEND = Backend(
     name="llamacpp",
     adapter_field="",
+    priority_field="",
     prompt_kind="token_ids",
     encode=encode,
     decoder=decoder,

@@ -158,6 +158,8 @@ class Client:
         self._cancels = job.load.cancels()
         adapters = job.load.adapters
         self._adapters = None if adapters is None else adapters.drawn(job.load.seed)
+        priorities = job.load.priorities
+        self._priorities = None if priorities is None else priorities.drawn(job.load.seed)
 
     async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
@@ -242,8 +244,11 @@ class Client:
         if self.backend.pooled:
             asked = 0
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
-        adapter = self._adapter(number) if self._adapters is not None and phase == "measured" else ""
-        request = self.job.request(self.backend, prompt, sampling, adapter)
+        adapter, priority = "", None
+        if phase == "measured":
+            adapter = "" if self._adapters is None else self._adapters.at(self._chooser(number))
+            priority = None if self._priorities is None else self._priorities.at(self._chooser(number))
+        request = self.job.request(self.backend, prompt, sampling, adapter, priority)
         id = self.workload.id(number) if phase == "measured" else number
         kept = None
         if turns is None or self.backend.keeper is None or not turns.repeated_by(number):
@@ -252,7 +257,7 @@ class Client:
             kept = Kept()
             decoder = self.backend.keeper(sampling.stream, kept)
         exchange = Exchange(id, phase, -1, prompt.n_tokens, asked, decoder, self._on_done)
-        exchange.names, exchange.adapter = self._names, adapter
+        exchange.names, exchange.adapter, exchange.priority = self._names, adapter, priority
         exchange.shared_tokens = shared_tokens
         if self.backend.pooled:
             exchange.asked_items = shape.items
@@ -273,10 +278,9 @@ class Client:
             exchange.on_done = functools.partial(self._again_or_done, prepared)
         return exchange, prepared
 
-    def _adapter(self, number: int) -> str:
-        """That a request, or all of its session, asks for."""
-        assert self._adapters is not None
-        return self._adapters.at(number if self._turns is None else self._turns.place(number)[0])
+    def _chooser(self, number: int) -> int:
+        """By which it is drawn what a request, or all of its session, asks for."""
+        return number if self._turns is None else self._turns.place(number)[0]
 
     def _requests(self) -> Iterator[tuple[Exchange, bytes | HttpRequest]]:
         for number in itertools.islice(self.job.numbers(), self._begun_at_most):

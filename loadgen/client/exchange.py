@@ -117,6 +117,7 @@ class Exchange:
         "output_tokens",
         "phase",
         "plain",
+        "priority",
         "prompt",
         "prompt_tokens",
         "reasoning",
@@ -167,6 +168,7 @@ class Exchange:
         self.after: tuple[int, ...] = ()  # the turns that it waited for, where these were not just the one before it
         self.names: Names | None = None  # until it is known who the reply says that it is
         self.adapter = ""  # of the model, that is asked for
+        self.priority: int | None = None
         self.model = ""  # that the reply names, where it is not the one that was asked for
         self.prompt: Prompt | None = None  # with what was said to it: for the session's next turn
         self.kept: Kept | None = None
@@ -377,6 +379,7 @@ class Exchange:
             shared_tokens=self.shared_tokens or UNSET,
             model=self.model or UNSET,
             adapter=self.adapter or UNSET,
+            priority=UNSET if self.priority is None else self.priority,
             session=self.session if self.turn > 0 else UNSET,
             turn=self.turn if self.turn > 0 else UNSET,
             after=self.after or UNSET,

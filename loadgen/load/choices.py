@@ -1,5 +1,5 @@
-"""What a client decides of each request beside its lengths: at which token it gives the reply up, and which adapter of
-the model it asks for. Pure.
+"""What a client decides of each request beside its lengths: at which token it gives the reply up, which adapter of the
+model it asks for, and with which priority. Pure.
 
 As lengths are, it is drawn by the seed and the request's number alone.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 BLOCK = 4096  # requests that are drawn at once
-_CANCELS, _ADAPTERS = 0x1E96, 0x1E97  # among the streams of `lengths`
+_CANCELS, _ADAPTERS, _PRIORITIES = 0x1E96, 0x1E97, 0x1E9A  # among the streams of `lengths`
 MOST_ADAPTERS, MOST_ZIPF = 10_000, 100.0
+MOST_PRIORITIES = 20
 BASE = "base"  # in --adapters: the model without one
 
 
@@ -70,22 +73,32 @@ class Adapters(msgspec.Struct, frozen=True):
         """Those that a server must have."""
         return tuple(name for name in self.names if name != BASE)
 
-    def drawn(self, seed: int) -> DrawnAdapters:
-        return DrawnAdapters(self, seed)
+    def drawn(self, seed: int) -> Shared[str]:
+        """By a request's number, or a session's; empty for the model itself."""
+        return Shared(["" if name == BASE else name for name in self.names], self.weights, seed, _ADAPTERS)
 
 
-class DrawnAdapters:
-    """Which adapter each request, or session, asks for."""
+class Priorities(msgspec.Struct, frozen=True):
+    """The priorities that requests ask for, in proportion to their weights."""
 
-    def __init__(self, adapters: Adapters, seed: int) -> None:
-        self._names = ["" if name == BASE else name for name in adapters.names]
-        self._below = list(itertools.accumulate(adapters.weights))
-        self._drawn = _Drawn(seed, _ADAPTERS, 1)
+    values: tuple[int, ...]
+    weights: tuple[float, ...]
 
-    def at(self, number: int) -> str:
-        """Its name; empty for the model itself."""
+    def drawn(self, seed: int) -> Shared[int]:
+        return Shared(self.values, self.weights, seed, _PRIORITIES)
+
+
+class Shared(Generic[T]):
+    """One of `values` for each request, or session, in proportion to their weights."""
+
+    def __init__(self, values: Sequence[T], weights: Sequence[float], seed: int, stream: int) -> None:
+        self._values = values
+        self._below = list(itertools.accumulate(weights))
+        self._drawn = _Drawn(seed, stream, 1)
+
+    def at(self, number: int) -> T:
         (place,) = self._drawn.at(number)
-        return self._names[min(bisect.bisect_right(self._below, place * self._below[-1]), len(self._names) - 1)]
+        return self._values[min(bisect.bisect_right(self._below, place * self._below[-1]), len(self._values) - 1)]
 
 
 def parse_adapters(text: str) -> Adapters:
@@ -96,21 +109,38 @@ def parse_adapters(text: str) -> Adapters:
             ranks = range(1, count + 1)
             return Adapters(tuple(f"lora-{rank}" for rank in ranks), tuple(rank**-power for rank in ranks), True)
         raise ValueError(f"--adapters '{text}' needs 1 to {MOST_ADAPTERS} adapters, and A of at most {MOST_ZIPF:g}.")
-    names, weights = [], []
-    for part in text.split(","):
-        name, _, share = part.strip().rpartition(":")
-        if (
-            not name
-            or text.startswith("zipf=")
-            or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", share)
-            or not float(share)
-        ):
-            raise ValueError(
-                f"--adapters '{escaped(text)}' is not understood; use NAME:SHARE,NAME:SHARE,... with shares above 0 "
-                f"({BASE}: the model itself), or zipf=A:N."
-            )
-        names.append(name)
-        weights.append(float(share))
+    shares = None if text.startswith("zipf=") else _shares(text)
+    if shares is None:
+        raise ValueError(
+            f"--adapters '{escaped(text)}' is not understood; use NAME:SHARE,NAME:SHARE,... with shares above 0 "
+            f"({BASE}: the model itself), or zipf=A:N."
+        )
+    names, weights = zip(*shares, strict=True)
     if len(set(names)) < len(names) or len(names) > MOST_ADAPTERS:
         raise ValueError(f"--adapters names an adapter twice, or over {MOST_ADAPTERS}; name each once.")
-    return Adapters(tuple(names), tuple(weights))
+    return Adapters(names, weights)
+
+
+def parse_priorities(text: str) -> Priorities:
+    """'PRIORITY:SHARE,PRIORITY:SHARE,...'. Raises ValueError with one sentence."""
+    shares = _shares(text)
+    if shares is None or not all(re.fullmatch(r"-?\d{1,9}", name) for name, _ in shares):
+        raise ValueError(
+            f"--priority '{escaped(text)}' is not understood; use PRIORITY:SHARE,PRIORITY:SHARE,..., whole numbers "
+            "with shares above 0, as in 0:0.8,10:0.2."
+        )
+    values, weights = tuple(int(name) for name, _ in shares), tuple(share for _, share in shares)
+    if len(set(values)) < len(values) or len(values) > MOST_PRIORITIES:
+        raise ValueError(f"--priority names a priority twice, or over {MOST_PRIORITIES}; name each once.")
+    return Priorities(values, weights)
+
+
+def _shares(text: str) -> list[tuple[str, float]] | None:
+    """Names with their shares; None for what is no such list."""
+    shares = []
+    for part in text.split(","):
+        name, _, share = part.strip().rpartition(":")
+        if not name or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", share) or not float(share):
+            return None
+        shares.append((name, float(share)))
+    return shares

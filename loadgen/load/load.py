@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from backends.untrusted import escaped
-from loadgen.load.choices import Adapters, Cancels
+from loadgen.load.choices import Adapters, Cancels, Priorities
 from loadgen.load.images import Images
 from loadgen.load.lengths import Law, Lengths, Stream, WorkloadError
 from loadgen.load.sessions import Sessions, SessionShapes
@@ -289,8 +289,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
     lengths are what a turn adds; first_tokens: that of a session's first prompt, and a sub-agent's, where it is
     another law. cancel_ratio: of the requests that the client gives up. adapters: that they
-    ask for, of sessions each for one. batch: texts of each request, whose lengths are those of one; None: one. images:
-    beside each prompt. The same seed gives the same requests at the same times."""
+    ask for, of sessions each for one; priorities likewise. batch: texts of each request, whose lengths are those of
+    one; None: one. images: beside each prompt. The same seed gives the same requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
@@ -304,6 +304,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Sessions | None = None
     cancel_ratio: float = 0.0
     adapters: Adapters | None = None
+    priorities: Priorities | None = None
     batch: Law | None = None
     images: Images | None = None
     seed: int = 0

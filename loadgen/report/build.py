@@ -176,6 +176,7 @@ def _on_the_wire(
         "abandoned": abandoned.build(measured, rules),
         "resent": abandoned.resent(measured, rules),
         "by_adapter": slices.by_adapter(measured, rules),
+        "by_priority": slices.by_priority(measured, rules),
         "items": slices.items(measured),
         "images": slices.images(measured, manifest.config.get("images")),
         "full_slots_s": None if full is None else full.seconds,

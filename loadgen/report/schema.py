@@ -182,9 +182,9 @@ class GpuUse(GpuStats, kw_only=True):
     j_per_output_token: float | None
 
 
-class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests for one LoRA adapter; of those that ended ok their ttft, tpot and e2el. name: empty for the model
-    itself."""
+class AskedStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests for one LoRA adapter, or of one priority; of those that ended ok their ttft, tpot and e2el. name: of
+    the adapter, empty for the model itself; or the priority."""
 
     name: str
     requests: int
@@ -424,7 +424,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     economics: Economics | None = None
     abandoned: Abandoned | None = None
     resent: Resent | None = None
-    by_adapter: list[AdapterStats] = []
+    by_adapter: list[AskedStats] = []
+    by_priority: list[AskedStats] = []
     reasoning: Reasoning | None = None
     items: ItemStats | None = None
     images: ImageStats | None = None

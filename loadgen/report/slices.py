@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from loadgen.report import metrics
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Column, Convention, Summary
 from loadgen.report.schema import (
-    AdapterStats,
+    AskedStats,
     ImageStats,
     ItemStats,
     Lengths,
@@ -43,7 +43,7 @@ from loadgen.steady.changes import Change
 # two of a template or of drawn words says nothing about ttft.
 MANY_LENGTHS, LENGTHS_RATIO = 10, 1.1
 PHASE_METRICS = ("ttft_ms", "tpot_ms", "e2el_ms")
-MOST_ADAPTERS = 20  # that have a row each
+MOST_ASKED = 20  # adapters that have a row each
 _TIMES = ("queue", "prefill", "ttft", "e2el", "load")  # of a ServerRecord
 _COUNTS = ("retractions", "drafted_tokens", "accepted_tokens")
 REPLIES, METRICS = "its replies", "its /metrics"
@@ -225,20 +225,33 @@ def images(measured: Table, asked: object) -> ImageStats | None:
     return None
 
 
-def by_adapter(measured: Table, rules: Convention) -> list[AdapterStats]:
+def by_adapter(measured: Table, rules: Convention) -> list[AskedStats]:
     """The adapters that most requests asked for, and the model itself; empty for a load without any."""
     if not measured.adapters:
         return []
-    asked = np.array([measured.adapters.get(number, "") for number in measured.id.tolist()])
+    return _by(measured, [measured.adapters.get(number, "") for number in measured.id.tolist()], rules)
+
+
+def by_priority(measured: Table, rules: Convention) -> list[AskedStats]:
+    """In ascending order; empty for a load without any."""
+    if not measured.priorities:
+        return []
+    asked = [str(measured.priorities.get(number, 0)) for number in measured.id.tolist()]
+    return sorted(_by(measured, asked, rules), key=lambda each: int(each.name))
+
+
+def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[AskedStats]:
+    """Of each name that most requests asked for."""
+    asked = np.array(names_asked)
     columns = {name: metrics.fair_column(measured, name, rules) for name in PHASE_METRICS}
     names, counts = np.unique(asked, return_counts=True)
-    most = np.argsort(-counts, kind="stable")[:MOST_ADAPTERS]
+    most = np.argsort(-counts, kind="stable")[:MOST_ASKED]
     stats = []
     for name in names[most].tolist():
         of_it = asked == name
         ok = of_it & measured.ok
         stats.append(
-            AdapterStats(
+            AskedStats(
                 name=name,
                 requests=int(of_it.sum()),
                 ok=int(ok.sum()),

@@ -20,7 +20,7 @@ from loadgen.report import abandoned, cluster
 from loadgen.report.finding import Finding, share
 from loadgen.report.metrics import ITEMS, Summary
 from loadgen.report.schema import (
-    AdapterStats,
+    AskedStats,
     Economics,
     GpuUse,
     Lengths,
@@ -674,12 +674,13 @@ def part_tables(report: Report) -> Iterator[Table]:
         ]  # fmt: skip
         headers = ("requests", "ok", "prompt tokens", "cached tokens", *_LATENCY_COLUMNS)
         yield Table(["turn, latency ms", *headers], rows, "By turn of the sessions")
-    if report.by_adapter:
+    for what, asked in (("adapter", report.by_adapter), ("priority", report.by_priority)):
         rows = [
             [escaped(each.name) or "(the model itself)", *map(cell, (each.requests, each.ok)), *_latency_cells(each)]
-            for each in report.by_adapter
+            for each in asked
         ]
-        yield Table(["adapter, latency ms", "requests", "ok", *_LATENCY_COLUMNS], rows, "By adapter")
+        if rows:
+            yield Table([f"{what}, latency ms", "requests", "ok", *_LATENCY_COLUMNS], rows, f"By {what}")
 
 
 def turn_name(turn: TurnStats) -> str:
@@ -687,7 +688,7 @@ def turn_name(turn: TurnStats) -> str:
     return f"turn {turn.to_turn}" if same else f"turns {turn.from_turn} to {turn.to_turn}"
 
 
-def _latency_cells(part: PhaseStats | TurnStats | AdapterStats) -> Iterator[Cell]:
+def _latency_cells(part: PhaseStats | TurnStats | AskedStats) -> Iterator[Cell]:
     for each in part.metrics.values():
         yield from (cell(each.p50), cell(each.p99))
 

@@ -79,6 +79,7 @@ class Record(msgspec.Struct, kw_only=True):
     model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
     adapter: str | msgspec.UnsetType = msgspec.UNSET  # of the model, that was asked for
     reasoning_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the output, thought before the answer
+    priority: _Whole | msgspec.UnsetType = msgspec.UNSET  # that was asked for
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     resent_ns: Sequence[int] | msgspec.UnsetType = (
         msgspec.UNSET
@@ -176,6 +177,7 @@ class Table:
     adapters: dict[int, str] = field(default_factory=dict)
     afters: dict[int, Sequence[int]] = field(default_factory=dict)
     reasoning: dict[int, int] = field(default_factory=dict)
+    priorities: dict[int, int] = field(default_factory=dict)
     items: dict[int, int] = field(default_factory=dict)
     odd: dict[str, tuple[int, int]] = field(default_factory=dict)  # what contradicts itself -> first id, how many
     tells_pace: bool = True  # some record has first_tokens; else they are inferred
@@ -275,6 +277,7 @@ COLUMNS = (*_INTEGERS, "outcome", "phase")
 BY_ID = {
     "errors": "error", "retried": "retried", "resent_ns": "resent_ns", "server": "server", "answers_ns": "answer_ns",
     "models": "model", "adapters": "adapter", "afters": "after", "reasoning": "reasoning_tokens", "items": "items",
+    "priorities": "priority",
 }  # fmt: skip
 _OF_FEW = attrgetter(*BY_ID.values())
 _NOTHING_TOLD = (None, *(UNSET for _ in range(len(BY_ID) - 1)))

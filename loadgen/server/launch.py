@@ -117,8 +117,7 @@ def plan_launch(
     `profiled`: it gets its profiler, whose traces go to `directory`/trace.
     """
     backend = backends.get(config.kind)
-    adapter = _adapter(config, backend, profiled)
-    model = models.find(config.model or "7b")
+    adapter, model = _adapter(config, backend, profiled), models.find(config.model or "7b")
     plan = plan_run(config, backend, Target(""), ServerInfo(model.name), run_id, model)
     notes = [adapter.profiler.note] if profiled and adapter.profiler and adapter.profiler.note else []
     notes += [UNDERFLOW] if config.dummy_weights and config.dtype == "float16" and not adapter.random_weights else []
@@ -149,6 +148,7 @@ def plan_launch(
         dummy_weights=config.dummy_weights,
         p2p=p2p.enabled,
         prefix_caching=config.caches_prefixes,
+        by_priority=config.priority is not None,
         extra=config.server_arg,
     )
     local = _local(adapter, model, config, notes)

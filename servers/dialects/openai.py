@@ -48,10 +48,9 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class Body(msgspec.Struct, kw_only=True):
+class Body(wire.Asked, kw_only=True):
     """The fields of either route that matter here. Others are accepted and ignored, as vLLM does."""
 
-    model: str | None = None
     max_tokens: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -155,8 +154,10 @@ class OpenAI:
         """The model, or its adapter, that a request names."""
         return asked or self._settings.model
 
-    def _adapter(self, asked: str | None) -> str:
-        return "" if self._served(asked) == self._settings.model else self._served(asked)
+    def _is_for(self, reply: Wire, asked: wire.Asked) -> None:
+        served = self._served(asked.model)
+        reply.adapter = "" if served == self._settings.model else served
+        reply.priority = asked.priority or 0
 
     def _completion(self, raw: bytes, request_id: str) -> Sequence[Wire]:
         try:
@@ -176,7 +177,7 @@ class OpenAI:
             n_prompt = wire.count_tokens(prompt)
             n_output = self._admitted(body, n_prompt, max_tokens)
             reply = OpenAIWire(COMPLETION, body, n_prompt, n_output, self._served(body.model), request_id)
-            reply.adapter = self._adapter(body.model)
+            self._is_for(reply, body)
             reply.is_choice(index, shared, index % n_choices == 0)
             reply.tells_times = self._settings.per_request_metrics
             reply.logprobs = self._n_logprobs(body.logprobs, "logprobs")
@@ -210,7 +211,7 @@ class OpenAI:
         replies = []
         for index in range(n_choices):
             reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._served(body.model), request_id)
-            reply.adapter = self._adapter(body.model)
+            self._is_for(reply, body)
             reply.is_choice(index, shared, index == 0)
             reply.tells_times = self._settings.per_request_metrics
             if body.logprobs:
@@ -237,7 +238,7 @@ class OpenAI:
         asked = Body(model=body.model)
         n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
         reply = ResponseWire(body, n_prompt, n_output, self._served(body.model), request_id)
-        reply.adapter = self._adapter(body.model)
+        self._is_for(reply, body)
         reply.segments = wire.segments(self._settings, " ".join(texts), 1, wire.CHAT_TEMPLATE_TOKENS)
         return [reply]
 
@@ -248,7 +249,7 @@ class OpenAI:
         n_output = self._admitted(Body(model=body.model), n_prompt, left if asked is None else asked)
         failure = wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500]))
         reply = TokensWire(body, n_output, self._served(body.model), request_id, failure)
-        reply.adapter = self._adapter(body.model)
+        self._is_for(reply, body)
         reply.segments = wire.segments(self._settings, body.token_ids, BLOCK_TOKENS)
         return [reply]
 
@@ -262,7 +263,7 @@ class OpenAI:
             n_prompt = wire.count_tokens(prompt)
             self._admitted(Body(model=body.model), n_prompt, 1)
             each = PooledWire(reply, n_prompt)
-            each.adapter = self._adapter(body.model)
+            self._is_for(each, body)
             each.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
         return reply.wires
 

@@ -20,11 +20,10 @@ Prompt = str | list[wire.TokenId]
 Answer = Callable[[int], dict[str, Any]]  # what is said of the text of this place
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
+class EmbeddingBody(wire.Asked, kw_only=True):
     """The fields that matter here; others are accepted and ignored."""
 
     input: Prompt
-    model: str | None = None
     encoding_format: str | None = "float"
     dimensions: int | None = None
 
@@ -45,10 +44,9 @@ class EmbeddingsBody(EmbeddingBody, kw_only=True):
         return self.input
 
 
-class RerankBody(msgspec.Struct, kw_only=True):
+class RerankBody(wire.Asked, kw_only=True):
     query: str
     documents: list[str]
-    model: str | None = None
 
     def prompts(self) -> list[Prompt]:
         return [f"{self.query} {document}" for document in self.documents]
@@ -57,10 +55,9 @@ class RerankBody(msgspec.Struct, kw_only=True):
         return {"index": place, "document": {"text": self.documents[place]}, "relevance_score": 1 / (1 + place)}
 
 
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(wire.Asked, kw_only=True):
     text_1: str
     text_2: list[str]
-    model: str | None = None
 
     def prompts(self) -> list[Prompt]:
         return [f"{self.text_1} {text}" for text in self.text_2]

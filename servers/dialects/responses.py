@@ -34,12 +34,11 @@ class Message(msgspec.Struct):
         return [image if isinstance(image, str) else image.url for image in shown]
 
 
-class ResponseBody(msgspec.Struct, kw_only=True):
+class ResponseBody(wire.Asked, kw_only=True):
     """The fields that matter here; others are accepted and ignored."""
 
     input: str | list[Message]
     instructions: str | None = None
-    model: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = False
 

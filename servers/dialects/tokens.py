@@ -23,10 +23,9 @@ class Options(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class TokensBody(msgspec.Struct, kw_only=True):
+class TokensBody(wire.Asked, kw_only=True):
     token_ids: list[wire.TokenId]
     sampling_params: SamplingParams
-    model: str | None = None
     stream: bool | None = False
     stream_options: Options | None = None
 

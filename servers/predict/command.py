@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from backends.protocol import ServerInfo
 from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
 from loadgen.document import html
+from loadgen.load.choices import Shared
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
 from loadgen.load.shapes import Shapes, TraceShapes
@@ -40,13 +41,14 @@ from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions, uncollected
 
+T = TypeVar("T")
 COUNTED_TOGETHER = 4096  # requests
 
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "cancel", "adapters",
-    "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens",
+    "priority", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens",
     "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
@@ -104,6 +106,8 @@ def predict(
         terminal.note(f"note: {note}")
     if load.adapters is not None and not emulated.settings.get("max_loras"):
         terminal.note("note: adapters cost nothing here but with --scheduler-arg max_loras=N (vllm@v1).")
+    if load.priorities is not None and not emulated.settings.get("by_priority"):
+        terminal.note("note: priorities change nothing here but with --scheduler-arg by_priority=1 (vllm@v1).")
     if emulated.setup.scheduler == "tgi@3":
         for note in unkept(load, backends.get("tgi"), ServerInfo(max_total_tokens=length)):
             terminal.note(f"note: {note}; predicted so{', but for prompts of later turns' if load.sessions else ''}.")
@@ -113,7 +117,7 @@ def predict(
         terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
         run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
         del sent, emulated  # the report needs the memory
-        written = write(directory, run_manifest, outcomes, shapes, load.turns(), _adapters(load))
+        written = write(directory, run_manifest, outcomes, shapes, load.turns(), Asked.of(load))
     return cli.report_one(directory, "loadgen", written=written)
 
 
@@ -179,22 +183,34 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
     return load, dataset
 
 
+class Asked(NamedTuple):
+    """What each request asks for, by its number: an adapter, empty for none, and a priority."""
+
+    adapter: Callable[[int], str] = lambda number: ""
+    priority: Callable[[int], int] = lambda number: 0
+
+    @classmethod
+    def of(cls, load: Load) -> Asked:
+        turns, chosen = load.turns(), cls()
+        if load.adapters is not None:
+            chosen = chosen._replace(adapter=_by_session(load.adapters.drawn(load.seed), turns))
+        if load.priorities is not None:
+            chosen = chosen._replace(priority=_by_session(load.priorities.drawn(load.seed), turns))
+        return chosen
+
+
+def _by_session(drawn: Shared[T], turns: Turns | None) -> Callable[[int], T]:
+    return drawn.at if turns is None else lambda number: drawn.at(turns.place(number)[0])
+
+
 def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
-    """As `_requests` has them, each with its adapter."""
+    """As `_requests` has them, each with its adapter and its priority."""
     sent = _requests(load, shapes)
-    if load.adapters is None:
+    if load.adapters is None and load.priorities is None:
         return sent
-    drawn = _adapters(load)
-    named = (each._replace(adapter=drawn(number)) for number, each in enumerate(sent))
+    adapter, priority = Asked.of(load)
+    named = (each._replace(adapter=adapter(number), priority=priority(number)) for number, each in enumerate(sent))
     return list(named) if isinstance(sent, list) else named
-
-
-def _adapters(load: Load) -> Callable[[int], str]:
-    """Which adapter each request is for, by its number; empty: none."""
-    if load.adapters is None:
-        return lambda number: ""
-    adapters, turns = load.adapters.drawn(load.seed), load.turns()
-    return adapters.at if turns is None else lambda number: adapters.at(turns.place(number)[0])
 
 
 def _requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
@@ -258,15 +274,18 @@ def write(
     outcomes: list[Outcome],
     shapes: Shapes,
     turns: Turns | None,
-    adapter: Callable[[int], str] = lambda number: "",
+    asked: Asked | None = None,
 ) -> records.Recorded:
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
-    turns: of sessions; adapter: by a request's number. Raises RecordsError, before it writes, for times that no record
+    turns: of sessions; asked: of requests. Raises RecordsError, before it writes, for times that no record
     can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
     caches = run_manifest.emulation is None or run_manifest.emulation.prefix_caching
-    named = {shapes.id(each.index): name for each in outcomes if (name := adapter(each.index))}
-    table = dataclasses.replace(record_table(outcomes, shapes, turns, caches=caches), adapters=named)
+    asked = asked or Asked()
+    adapters = {shapes.id(each.index): name for each in outcomes if (name := asked.adapter(each.index))}
+    priorities = {shapes.id(each.index): value for each in outcomes if (value := asked.priority(each.index))}
+    table = record_table(outcomes, shapes, turns, caches=caches)
+    table = dataclasses.replace(table, adapters=adapters, priorities=priorities)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
     _give_back()
     rundir.write_manifest(directory, run_manifest)

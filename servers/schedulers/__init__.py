@@ -37,7 +37,8 @@ class Sequence:
 
     `segments`: (key, tokens) pieces of the prompt, going on into the reply. Equal keys mean equal tokens from the
     piece's beginning on, however long the piece is in each request. What they leave of prompt and reply nobody shares.
-    Keys are whole numbers of 64 bits. `adapter`: of the model, that it is for; empty: of none.
+    Keys are whole numbers of 64 bits. `adapter`: of the model, that it is for; empty: of none. `priority`: the lower,
+    the earlier, where a scheduler looks at it.
 
     While it is `counted` with others, `computed`, `sampled`, `emitted` and `blocks` are not kept here but worked out
     for whoever asks; `offset` and `joined` are then those of `decoding.Decoding`.
@@ -45,19 +46,20 @@ class Sequence:
 
     __slots__ = (
         "adapter", "blocks", "cached", "computed", "counted", "done", "emitted", "index", "joined", "offset", "output",
-        "preemptions", "prompt", "sampled", "segments",
+        "preemptions", "priority", "prompt", "sampled", "segments",
     )  # fmt: skip
 
     def __init__(
-        self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = (), adapter: str = ""
-    ) -> None:
+        self, index: int, prompt: int, output: int, segments: tuple[tuple[int, int], ...] = (), adapter: str = "",
+        priority: int = 0,
+    ) -> None:  # fmt: skip
         self.index = index
         self.prompt = prompt
         self.output = output
         # another adapter makes other keys and values of the same tokens
         mixed = zlib.crc32(adapter.encode()) << 20 if adapter else 0
         self.segments = tuple((key ^ mixed, tokens) for key, tokens in segments) if mixed else segments
-        self.adapter = adapter
+        self.adapter, self.priority = adapter, priority
         self.cached = 0  # tokens that the prefix cache had when it was first scheduled
         self.computed = 0  # tokens whose keys and values are, or are about to be, in the cache
         self.sampled = 0  # output tokens that scheduled steps will have given

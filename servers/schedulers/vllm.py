@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -41,27 +43,36 @@ class _Recomputing(Paged):
 
     def _preempt(self) -> None:
         sequence = self._running.pop()
+        self._start_over(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
         self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self._waiting.appendleft(sequence)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.index
 
 
 class VllmV1(_Recomputing):
     """vLLM's V1 scheduler: one budget of tokens a step for running requests and then waiting ones, prompts in chunks,
     blocks of 16 tokens; where blocks run out, the request that came last starts over (recomputation).
 
-    Source: vllm/v1/core/sched/scheduler.py of 0.32, first come first served, without prefix cache and speculation. With
-    asynchronous scheduling (vLLM's default from 0.14 on) the next step is put together while one is computed, and a
-    request that has its last token under way is left out of it. Beside vLLM's own classes, sync and async, none of
-    66669 steps of 88 workloads with 2549 preemptions differs (tests/vllm/test_scheduler_v1.py).
+    Source: vllm/v1/core/sched/scheduler.py of 0.32, first come first served or by priority, without prefix cache and
+    speculation. With asynchronous scheduling (vLLM's default from 0.14 on) the next step is put together while one is
+    computed, and a request that has its last token under way is left out of it. Beside vLLM's own classes, sync and
+    async, none of 66669 steps of 88 workloads with 2549 preemptions differs; by priority, with and without its prefix
+    cache, none of 225,837 steps of 320 workloads with 5942 (tests/vllm/test_scheduler_v1.py).
     """
 
     class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """long_prefill_token_threshold: of a prompt in a step at most, where there are others; 0: no such limit.
         max_loras: adapters that may run together, each in a slot of GPU memory; 0: all of them, at no cost. lora_rank:
-        that slots have room for. lora_load_ms: to load an adapter that is in no slot."""
+        that slots have room for. lora_load_ms: to load an adapter that is in no slot.
+        by_priority: 1: the policy is priority, not first come first served."""
 
         max_running: int = 1024
         budget_tokens: int = 8192
@@ -70,6 +81,7 @@ class VllmV1(_Recomputing):
         max_loras: int = 0
         lora_rank: int = 16
         lora_load_ms: float = 50.0
+        by_priority: Literal[0, 1] = 0
 
     def __init__(self, kv_tokens: int, settings: Settings) -> None:
         self._slots: dict[str, None] = {}  # the adapters in them, the one that was used last at the end
@@ -125,7 +137,8 @@ class VllmV1(_Recomputing):
             self._settle()
             step = Step()
             decoding.scheduled += 1
-            budget, preempted = self._visit(step, self._running, budget)
+            visit = self._visit_by_priority if self._settings.by_priority else self._visit
+            budget, preempted = visit(step, self._running, budget)
             self._others = list(self._running)
         self._let_in(step, 0 if preempted else budget, counted)
         if not (step.decode_rows or step.prefill_rows):
@@ -272,6 +285,52 @@ class VllmV1(_Recomputing):
             index += 1
         step.decode_rows += rows
         step.decode_context += context
+        return budget, preempted
+
+    def add(self, sequence: Sequence) -> None:
+        if not self._settings.by_priority:
+            super().add(sequence)
+        elif not sequence.done:
+            bisect.insort(self._waiting, sequence, key=_rank)
+
+    def _visit_by_priority(self, step: Step, running: list[Sequence], budget: int) -> tuple[int, bool]:
+        """As `_visit`, where blocks are taken from the last by rank, though the step has tokens of it already: these go
+        back into the budget."""
+        given: dict[Sequence, int] = {}
+        preempted = False
+        index = 0
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            index += 1
+            tokens = min(sequence.prompt + sequence.sampled - sequence.computed, self._most, budget)
+            if sequence.sampled == sequence.output:
+                continue
+            missing = self._held[-(-(sequence.computed + tokens) // BLOCK_TOKENS)] - sequence.blocks
+            last = None
+            while missing > self._free and last is not sequence:
+                preempted = True
+                last = max(running, key=_rank)
+                index -= running.index(last) < index
+                running.remove(last)
+                budget += given.pop(last, 0)
+                self._start_over(last)
+                bisect.insort(self._waiting, last, key=_rank)
+            if last is sequence:
+                break
+            self._take(missing)
+            sequence.blocks += missing
+            given[sequence] = tokens
+            budget -= tokens
+        for sequence, tokens in given.items():
+            sequence.computed += tokens
+            if tokens == 1 and sequence.computed > sequence.prompt:
+                step.decode_rows += 1
+                step.decode_context += sequence.computed
+            else:
+                step.prefill(tokens, sequence.computed - tokens)
+            if sequence.computed == sequence.prompt + sequence.sampled:
+                sequence.sampled += 1
+                step.emits.append(sequence)
         return budget, preempted
 
     def _let_in(self, step: Step, budget: int, counted: int) -> None:

@@ -42,7 +42,9 @@ class SimulatedTiming:
         """Raises Rejected."""
         if self._start_ns is None:
             self._start_ns = reply.received_ns
-        sequence = Sequence(reply.index, reply.n_prompt_tokens, reply.n_tokens, reply.segments, reply.adapter)
+        sequence = Sequence(
+            reply.index, reply.n_prompt_tokens, reply.n_tokens, reply.segments, reply.adapter, reply.priority
+        )
         self._now_s = max(self._now_s, self._modelled_s(reply.received_ns))
         self._engine.submit(sequence, self._now_s)
         self._replies[reply.index] = reply, sequence

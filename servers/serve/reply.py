@@ -68,6 +68,7 @@ class Reply:
         self._held_events: list[bytes] = []
         self._change_facts()
         self.segments, self.adapter = wire.segments(self.n_tokens), wire.adapter
+        self.priority = wire.priority
         self._midway = 0
         if self._kind in FIRST:
             self._midway = 1

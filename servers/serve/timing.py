@@ -22,7 +22,8 @@ from servers.schedulers import Scheduler
 
 class TimedReply(Protocol):
     """What is scheduled; `index` numbers the requests and is below 2**32. Fixed times ignore the prompt's length.
-    segments: what prompt and reply are made of, for a prefix cache. adapter: of the model, that it is for."""
+    segments: what prompt and reply are made of, for a prefix cache. adapter: of the model, that it is for.
+    priority: the lower, the earlier, where a modelled scheduler looks at it."""
 
     index: int
     received_ns: int
@@ -30,6 +31,7 @@ class TimedReply(Protocol):
     n_tokens: int
     segments: tuple[tuple[int, int], ...]
     adapter: str
+    priority: int
 
     def found(self, cached_tokens: int) -> None:
         """So many tokens of the prompt were in the prefix cache; called before the first token."""

@@ -73,6 +73,13 @@ class Settings:
     adapters: tuple[str, ...] = ()
 
 
+class Asked(msgspec.Struct, kw_only=True):
+    """What bodies say of a request beside what it is for."""
+
+    model: str | None = None
+    priority: int | None = 0
+
+
 def nothing_compared(reply_tokens: int) -> Segments:
     return ()
 
@@ -92,6 +99,7 @@ class Wire(ABC):
     headers: Headers = ()
     took_ns = (0, 0)
     adapter = ""  # of the model, that the request is for
+    priority = 0  # of the request, the lower the earlier
 
     def __init__(self, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         self.streaming = streaming

@@ -42,6 +42,7 @@ class Arrival(NamedTuple):
     output: int
     segments: tuple[tuple[int, int], ...] = ()
     adapter: str = ""
+    priority: int = 0
 
 
 Sent = Arrival | tuple[float, int, int]
@@ -342,12 +343,12 @@ class _Sessions:
         return next(self._begins, None)
 
     def _send(self, at_s: float, number: int) -> None:
-        _, prompt, output, segments, adapter = self._arrivals[number]
+        _, prompt, output, segments, adapter, priority = self._arrivals[number]
         session, turn = self._turns.place(number)
         if not turn:
             self._sessions.begin(session)
         outcome = self._outcomes[number] = Outcome(number, prompt, output, at_s)
-        sequence = Sequence(number, prompt, output, segments, adapter)
+        sequence = Sequence(number, prompt, output, segments, adapter, priority)
         try:
             self._engine.submit(sequence, at_s)
             outcome.given = sequence.output

@@ -78,6 +78,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "context_tokens": (["8192"], 8192),
     "cancel": (["0.05"], 0.05),
     "batch_size": (["8"], 8),
+    "priority": (["0:0.8,10:0.2"], "0:0.8,10:0.2"),
     "images": (["1:512x512"], "1:512x512"),
     "retries": (["3"], 3),
     "adapters": (["a:0.5,base:0.5"], "a:0.5,base:0.5"),

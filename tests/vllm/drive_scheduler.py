@@ -79,6 +79,7 @@ def scheduler_for(workload: Workload, model: Path) -> tuple[Scheduler, int]:
         max_num_seqs=workload["max_running"],
         max_num_batched_tokens=workload["budget_tokens"],
         long_prefill_token_threshold=workload["most_tokens"],
+        scheduling_policy="priority" if workload["by_priority"] else "fcfs",
     ).create_engine_config()
     # as on a GPU: for the CPU, vLLM turns asynchronous scheduling off and has another model runner
     config.scheduler_config.async_scheduling = workload["asynchronous"]
@@ -217,14 +218,23 @@ def run(workload: Workload, model: Path) -> list[Step]:
     leaving: list[tuple[int, str]] = []
     while True:
         while coming and (coming[0][1][2] <= len(executor.steps) or not has_work(core)):
-            index, (prompt, output, _, leaves, segments, number) = coming.popleft()
+            index, (prompt, output, _, leaves, segments, number, priority) = coming.popleft()
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
             tokens = [token for key, length in segments for token in made_up(key, length)]
             tokens += made_up(-2 - index, prompt + output - len(tokens))
             replies[str(index)] = tokens[prompt:]
             adapter = LoRARequest(f"adapter-{number}", number, "nowhere") if number else None
             scheduler.add_request(
-                Request(str(index), tokens[:prompt], sampling, None, lora_request=adapter, block_hasher=hasher)
+                Request(
+                    str(index),
+                    tokens[:prompt],
+                    sampling,
+                    None,
+                    lora_request=adapter,
+                    block_hasher=hasher,
+                    priority=priority,
+                    arrival_time=float(index),
+                )
             )
             if leaves is not None:
                 leaving.append((leaves, str(index)))

@@ -32,7 +32,7 @@ def workload(
 ) -> Workload:
     return Workload(
         name="", asynchronous=False, caching=False, blocks=blocks, max_running=max_running,
-        budget_tokens=budget_tokens, most_tokens=most_tokens, max_loras=0, requests=requests,
+        budget_tokens=budget_tokens, most_tokens=most_tokens, max_loras=0, by_priority=False, requests=requests,
     )  # fmt: skip
 
 
@@ -74,6 +74,14 @@ def adapted(of: Workload, seed: int) -> Workload:
     draw = random.Random(2000 + seed)
     requests = [request._replace(adapter=draw.choice([0, 1, 1, 2, 3, 4, 5, 6])) for request in of["requests"]]
     return {**of, "requests": requests, "max_loras": draw.choice([1, 2, 3])}
+
+
+def ranked(of: Workload, seed: int) -> Workload:
+    """The same by priority, of one to six classes."""
+    draw = random.Random(3000 + seed)
+    classes = draw.choice([[0], [0, 1], [5, -3, 0, 0], [0, 1, 2, 3, 4, 5]])
+    requests = [request._replace(priority=draw.choice(classes)) for request in of["requests"]]
+    return {**of, "requests": requests, "by_priority": True}
 
 
 def scarce(draw: random.Random, requests: list[Request]) -> int:
@@ -140,6 +148,9 @@ SHAPES = {
     "20 drawn ones": [drawn(seed) for seed in range(20)],
     "20 drawn ones, prompts capped": [capped(drawn(seed)) for seed in range(20)],
     "30 drawn ones, adapters": [adapted(drawn(seed), seed) for seed in range(30)],
+    "60 drawn ones, by priority": [ranked(drawn(seed), seed) for seed in range(60)],
+    "20 drawn ones, prompts capped, by priority": [ranked(capped(drawn(seed)), seed) for seed in range(20)],
+    "20 drawn ones, adapters, by priority": [ranked(adapted(drawn(seed), seed), seed) for seed in range(20)],
 }
 # these with prefix caching
 CACHED_SHAPES = {
@@ -151,6 +162,7 @@ CACHED_SHAPES = {
     "sessions, KV for 4": [sessions(4 * 90 + 1)],
     "60 drawn ones that share": [sharing(seed) for seed in range(60)],
     "30 drawn ones that share, adapters": [adapted(sharing(seed), seed) for seed in range(30)],
+    "60 drawn ones that share, by priority": [ranked(sharing(seed), seed) for seed in range(60)],
     "20 drawn ones that share, prompts capped": [capped(sharing(seed)) for seed in range(20)],
 }
 KV_OF_SESSIONS = ("ample KV", "KV for 4")
@@ -194,6 +206,7 @@ def ours(workload: Workload) -> list[StepFacts]:
             async_scheduling=workload["asynchronous"],
             long_prefill_token_threshold=workload["most_tokens"],
             max_loras=workload["max_loras"],
+            by_priority=1 if workload["by_priority"] else 0,
         ),
     )
     taken_over: dict[int, int] = {}  # tokens, by requests that have been let in
@@ -209,8 +222,8 @@ def ours(workload: Workload) -> list[StepFacts]:
     while coming or present or under_way:
         while len(under_way) < scheduler.depth:
             while coming and (coming[0][1][2] <= scheduled or not (present or under_way)):
-                index, (prompt, output, _, leaves, segments, adapter) = coming.popleft()
-                present[index] = Sequence(index, prompt, output, segments, str(adapter or ""))
+                index, (prompt, output, _, leaves, segments, adapter, priority) = coming.popleft()
+                present[index] = Sequence(index, prompt, output, segments, str(adapter or ""), priority)
                 scheduler.admit(present[index])
                 scheduler.add(present[index])
                 if leaves is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.load.choices import Cancels, parse_adapters
+from loadgen.load.choices import Cancels, parse_adapters, parse_priorities
 
 REQUESTS = 20_000
 
@@ -56,3 +56,20 @@ def test_zipf_gives_the_k_th_adapter_in_proportion_to_a_power_of_k() -> None:
 def test_what_is_no_choice_of_adapters_is_told(text: str) -> None:
     with pytest.raises(ValueError, match="--adapters"):
         parse_adapters(text)
+
+
+def test_priorities_are_drawn_in_proportion_to_their_shares_and_apart_from_adapters() -> None:
+    drawn, adapters = parse_priorities("0:0.5,-3:0.3,10:0.2").drawn(3), parse_adapters("a:0.5,b:0.3,c:0.2").drawn(3)
+    counts = Counter(drawn.at(number) for number in range(REQUESTS))
+    for priority, share in ((0, 0.5), (-3, 0.3), (10, 0.2)):
+        assert abs(counts[priority] / REQUESTS - share) < 4 * np.sqrt(share * (1 - share) / REQUESTS)
+    both = sum(drawn.at(number) == 0 and adapters.at(number) == "a" for number in range(REQUESTS))
+    assert abs(both / REQUESTS - 0.25) < 0.02
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "a:1", "1:0", "1:1,1:1", "1.5:1", ",".join(f"{each}:1" for each in range(21))]
+)
+def test_what_is_no_choice_of_priorities_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="--priority"):
+        parse_priorities(text)
