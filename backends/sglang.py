@@ -24,6 +24,7 @@ from backends.launch import (
     Adapter,
     Failure,
     Invocation,
+    Profiler,
     Settings,
     check_memory_ratio,
 )
@@ -270,6 +271,9 @@ def invoke(settings: Settings) -> Invocation:
     grpc = settings.version is not None and settings.version < _NO_GRPC_UNASKED
     if grpc and settings.port + 10_000 > 65_535:  # it refuses to start with such a port for gRPC, which it never opens
         env["SGLANG_GRPC_PORT"] = str(settings.port - 10_000)  # newer ones open a port that is named
+    if settings.trace_dir is not None:
+        env |= {"SGLANG_TORCH_PROFILER_DIR": settings.trace_dir, "SGLANG_PROFILE_RECORD_SHAPES": "false"}
+        env["SGLANG_PROFILE_WITH_STACK"] = "false"  # costs more than the steps that it would explain
     if not settings.p2p:  # two of its ways to reduce read peers' memory and do not look at NCCL's variables
         env |= WITHOUT_P2P
         arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
@@ -289,6 +293,7 @@ ADAPTER = Adapter(
     kv_cache_dtypes={"fp8": "fp8_e4m3"},
     takes=("dp",),
     invoke=invoke,
+    profiler=Profiler(start=("POST", "/start_profile"), stop=("POST", "/stop_profile")),
     capacity=r"max_total_num_tokens=(\d+)",
     failures=(
         Failure(

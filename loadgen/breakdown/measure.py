@@ -43,8 +43,8 @@ STOP_TIMEOUT_S = 600.0  # it writes the trace
 TRACE_WAIT_S = 300.0
 MERGED_RATIO = 1.2  # of a stream's events to the trace's steps: beyond it they cannot be one token each
 TRACE_FILE = "trace.json.gz"
-_TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
-_FIRST_RANK = re.compile(r"(rank|tp|dev|device)[_-]?0(?!\d)")
+_TRACE_NAME = re.compile(r"\.trace\.json(\.gz)?$")
+_FIRST_RANK = re.compile(r"(rank|tp|dev|device)[_-]?0(?!\d)", re.IGNORECASE)
 
 
 def load(config: Config) -> Config:

@@ -570,7 +570,9 @@ def test_vllm_with_its_profiler() -> None:
     assert "--profiler-config" not in words("vllm")
 
 
-def test_lightllm_with_its_profiler() -> None:
+def test_lightllm_and_sglang_with_their_profilers() -> None:
+    traced = adapter("sglang").invoke(settings(trace_dir="/t")).env
+    assert (traced["SGLANG_TORCH_PROFILER_DIR"], traced["SGLANG_PROFILE_WITH_STACK"]) == ("/t", "false")
     assert words("lightllm", trace_dir="/t")["--enable_profiling"] == "torch_profiler"
     assert adapter("lightllm").invoke(settings(trace_dir="/t")).env["LIGHTLLM_TRACE_DIR"] == "/t"
     with pytest.raises(LaunchError, match="newer --image"):
