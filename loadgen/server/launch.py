@@ -183,7 +183,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
         if name not in adapter.takes:
             raise ConfigError(f"{backend.name} takes no {flag(name)}; leave it out.")
     if profiled and adapter.profiler is None:
-        raise ConfigError(f"{backend.name} has no profiler that a client can start; vllm, sglang and lightllm have one.")
+        raise ConfigError(f"{backend.name} has no profiler for a client to start; vllm, sglang and lightllm have one.")
     return adapter
 
 
