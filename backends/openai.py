@@ -412,7 +412,8 @@ def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
         messages = [{"role": "user", "content": [{"type": "text", "text": prompt.text}, *images]}]
     else:
         messages = [{"role": role, "content": said} for role, said in prompt.messages or (("user", prompt.text),)]
-    return request("/v1/chat/completions", model, sampling, messages=messages)
+    budget = {} if sampling.thinking_tokens is None else {"thinking_token_budget": sampling.thinking_tokens}
+    return request("/v1/chat/completions", model, sampling, messages=messages, **budget)
 
 
 COMPLETIONS = Backend(
@@ -443,5 +444,6 @@ CHAT = Backend(
     server_metrics={},
     native=False,
     takes_images=True,
+    limits_thinking=True,
     seen="vLLM 0.32.0 on CPUs, in CI",
 )

@@ -55,7 +55,8 @@ class Kept(msgspec.Struct):
 class Sampling(msgspec.Struct, frozen=True):
     """How the output is drawn. `ignore_eos` asks for exactly `max_tokens` tokens where the server can do that.
     `prefix_caching`: whether the prompt may be taken from the server's prefix cache, where a request can say that.
-    `returns_token_ids`: asks for the reply's token ids too, where the server can give them."""
+    `returns_token_ids`: asks for the reply's token ids too, where the server can give them. `thinking_tokens`: how many
+    of `max_tokens` it may think at the most."""
 
     max_tokens: int
     ignore_eos: bool = True
@@ -64,6 +65,7 @@ class Sampling(msgspec.Struct, frozen=True):
     stream: bool = True
     prefix_caching: bool = False
     returns_token_ids: bool = False
+    thinking_tokens: int | None = None
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -193,6 +195,7 @@ class Backend:
     may_lack_route: servers of this kind may not have the route of its requests, which a first one tells.
     returns_token_ids: its replies can have the ids of their tokens, of which the next prompt of a session is made where
     prompts are token ids.
+    limits_thinking: a request can say how long it may think.
     adapter_field: of the body, which names a LoRA adapter, within an object after a dot; "": a request cannot say it.
     priority_field: likewise, with a request's priority.
     pooled: a request has texts, and its reply, never streamed, is no text but a vector or a score for each of them.
@@ -222,5 +225,6 @@ class Backend:
     returns_token_ids: bool = True
     adapter_field: str = "model"
     priority_field: str = "priority"
+    limits_thinking: bool = False
     pooled: bool = False
     takes_images: bool = False

@@ -42,7 +42,7 @@ LEAST_KV_TOKENS = 256  # of a modelled server: some blocks of its cache
 LEAST = {
     0: "warmup seed retries",
     1: "requests input_tokens output_tokens batch_size concurrency dp api_servers max_running max_batched_tokens port "
-    "metrics_port trace_limit sessions repeat nodes first_tokens context_tokens",
+    "metrics_port trace_limit sessions repeat nodes first_tokens context_tokens thinking_tokens",
     2: "vocab_size max_model_len",
     LEAST_KV_TOKENS: "kv_tokens",
 }  # what a whole number of an option is at least
@@ -123,6 +123,13 @@ class LoadOptions:
     output_tokens: Annotated[
         WholeOrText, _load("Length of every reply, forced where the server can; the same laws.")
     ] = 128
+    thinking_tokens: Annotated[
+        WholeOrText | None,
+        _load(
+            "Tokens that each reply may think before an answer of --output-tokens; the same laws. For servers that can "
+            "be told (openai-chat: thinking_token_budget)."
+        ),
+    ] = None
     arrival: Annotated[
         str | None,
         _load(
@@ -697,6 +704,10 @@ class Config(
             raise ConfigError(str(error)) from None
 
     def _check_load(self, load: "Load") -> None:
+        if self.thinking_tokens is not None and (
+            self.dataset or self.trace or self.sessions is not None or self.pooled
+        ):
+            raise ConfigError("--thinking-tokens is for single replies to prompts that are drawn; leave it out.")
         if self.cancel and load.in_sessions:
             raise ConfigError(CANCELS_SINGLE)
         if load.sessions is not None and (load.planned or 0) > MOST_TURNS:
@@ -932,6 +943,7 @@ class Config(
                 input_tokens=lengths.parse(self.input_tokens),
                 output_tokens=lengths.fixed(0) if self.pooled else lengths.parse(self.output_tokens),
                 first_tokens=None if self.first_tokens is None else lengths.parse(self.first_tokens),
+                thinking_tokens=None if self.thinking_tokens is None else lengths.parse(self.thinking_tokens),
                 batch=lengths.parse(self.batch_size, lengths.BATCH) if self.given(["batch_size"]) else None,
                 images=None if self.images is None else images.parse(self.images),
                 requests=requests,

@@ -363,6 +363,11 @@ def _check_drawn(config: Config, backend: Backend) -> None:
         raise ConfigError(
             f"--images: a request to {backend.name} holds no image; take --backend openai-chat or openai-responses."
         )
+    if config.thinking_tokens is not None and not backend.limits_thinking:
+        raise ConfigError(
+            f"--thinking-tokens: a request to {backend.name} cannot say how long it may think; take --backend "
+            "openai-chat."
+        )
     for flag, value, kind in (
         ("--tokenizer", config.tokenizer, "text"), ("--vocab-size", config.vocab_size, "token_ids"),
     ):  # fmt: skip

@@ -155,7 +155,7 @@ class Client:
         self._write_error: WriteError | None = None
         self._health = Health()
         self._names = Names(job.model)
-        self._cancels = job.load.cancels()
+        self._cancels, self._budget = job.load.cancels(), job.load.thinking()
         adapters = job.load.adapters
         self._adapters = None if adapters is None else adapters.drawn(job.load.seed)
         priorities = job.load.priorities
@@ -244,6 +244,8 @@ class Client:
         if self.backend.pooled:
             asked = 0
         sampling = msgspec.structs.replace(self.job.sampling, max_tokens=asked)
+        if self._budget is not None:
+            sampling = msgspec.structs.replace(sampling, thinking_tokens=min(asked, self._budget.at(number)))
         adapter, priority = "", None
         if phase == "measured":
             adapter = "" if self._adapters is None else self._adapters.at(self._chooser(number))
@@ -562,7 +564,8 @@ def _going_on(earlier: Exchange, base: Base, new: Prompt) -> tuple[Prompt, int]:
     assert prompt is not None
     if prompt.token_ids is not None:
         return next_prompt(prompt, kept, new), len(prompt.token_ids) + (0 if kept is None else len(kept.token_ids))
-    seen = (earlier.prompt_tokens or 0) + (0 if kept is None else earlier.output_tokens or 0)
+    thought = earlier.reasoning_tokens or len(earlier.reasoning)  # is not said again
+    seen = (earlier.prompt_tokens or 0) + (0 if kept is None else max(0, (earlier.output_tokens or 0) - thought))
     return next_prompt(prompt, kept, new), seen
 
 

@@ -32,9 +32,10 @@ BLOCK = 4096  # lengths that are drawn at once
 GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly between whole numbers
 FAR = 8.0  # standard deviations from the middle, where nothing of a law is left
 
-Stream = Literal["input", "output", "turns", "think", "first", "batch"]
+Stream = Literal["input", "output", "turns", "think", "first", "batch", "thinking"]
 _STREAMS = {
     "input": 0x1E91, "output": 0x1E92, "turns": 0x1E94, "think": 0x1E95, "first": 0x1E99, "batch": 0x1E98,
+    "thinking": 0x1E9A,
     "file": 0x1E93,  # a file's pairs stay pairs: both draw the same line
 }  # fmt: skip
 _FORMS = "a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX] or lognormal:MEDIAN:SIGMA[:MIN:MAX]"

@@ -288,14 +288,16 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     instead of `arrival`. trace: arrivals and lengths as somebody had them; in a closed loop its lengths alone.
     sessions: then `requests` is how many of them, and they are what arrives and what a closed loop keeps going; prompt
     lengths are what a turn adds; first_tokens: that of a session's first prompt, and a sub-agent's, where it is
-    another law. cancel_ratio: of the requests that the client gives up. adapters: that they
-    ask for, of sessions each for one; priorities likewise. batch: texts of each request, whose lengths are those of
-    one; None: one. images: beside each prompt. The same seed gives the same requests at the same times."""
+    another law. thinking_tokens: of a reply, beside output_tokens of its answer. cancel_ratio: of the requests that
+    the client gives up. adapters: that they ask for, of sessions each for one; priorities likewise. batch: texts of
+    each request, whose lengths are those of one; None: one. images: beside each prompt. The same seed gives the same
+    requests at the same times."""
 
     arrival: Arrival
     input_tokens: Law
     output_tokens: Law
     first_tokens: Law | None = None
+    thinking_tokens: Law | None = None
     requests: int | None = None
     duration_s: float | None = None
     streams: Streams | None = None
@@ -428,8 +430,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         if self.trace is not None:
             return _trace_shapes(self.trace)
         drawn = DrawnShapes(
-            self.input_tokens, self.output_tokens, self.prefix, self.seed, self.first_tokens, self.batch
-        )
+            self.input_tokens, self.output_tokens, self.prefix, self.seed, self.first_tokens, self.batch,
+            self.thinking_tokens,
+        )  # fmt: skip
         return drawn if (turns := self.turns()) is None else SessionShapes(turns, drawn)
 
     def typical_tokens(self) -> tuple[int, int]:
@@ -451,15 +454,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return int((trace.input_tokens + trace.output_tokens).max(initial=0))
         if isinstance(shapes := self.shapes(), SessionShapes):
             return shapes.longest_tokens()
-        return self._most("input") + self._most("output")
+        thinking = 0 if self.thinking_tokens is None else self._most("thinking", self.thinking_tokens)
+        return self._most("input", self.input_tokens) + self._most("output", self.output_tokens) + thinking
 
     def longest_reply_tokens(self) -> int | None:
         """Of all its replies; None where nothing bounds them. Raises WorkloadError for a file that cannot be read."""
         if self.trace is not None:
             return int(self.trace.read().output_tokens.max(initial=0))
-        if self.output_tokens.kind == "fixed":
-            return self.output_tokens.least
-        return Lengths(self.output_tokens, self.seed, "output").most(self._drawn)
+        answer = self._longest("output", self.output_tokens)
+        thinking = 0 if self.thinking_tokens is None else self._longest("thinking", self.thinking_tokens)
+        return None if answer is None or thinking is None else answer + thinking
+
+    def _longest(self, name: Stream, law: Law) -> int | None:
+        return law.least if law.kind == "fixed" else Lengths(law, self.seed, name).most(self._drawn)
 
     def shortest_prompt_tokens(self, warmup: int) -> int:
         """Of the prompts that are drawn, at the least; `warmup` requests take the lengths of the first. Raises
@@ -476,8 +483,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         """Requests whose lengths may be drawn, at the most; None where that hangs on the server."""
         return self.planned if self.streams is None or self.duration_s is None else self.requests
 
-    def _most(self, name: Stream) -> int:
-        law = self.input_tokens if name == "input" else self.output_tokens
+    def thinking(self) -> Lengths | None:
+        """How long each reply may think, beside its answer; None where that is the server's matter."""
+        return None if self.thinking_tokens is None else Lengths(self.thinking_tokens, self.seed, "thinking")
+
+    def _most(self, name: Stream, law: Law) -> int:
         if law.kind == "fixed":
             return law.least
         most = Lengths(law, self.seed, name).most(self._drawn)

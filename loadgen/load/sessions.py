@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
 
 EVERY = "every:"  # before the law of a think time that passes from when turns are due
 MOST_SUBAGENTS, MOST_SUBAGENT_TURNS = 100, 10_000
-_SUBAGENTS = 0x1E98  # among the streams of `lengths`
+_SUBAGENTS = 0x1E9B  # among the streams of `lengths`
 _OF_TURNS = 1 << 62  # keys of what turns add and what is replied begin here; groups of a prefix are below
 
 

@@ -76,21 +76,23 @@ class DrawnShapes:
 
     def __init__(
         self, input_tokens: Law, output_tokens: Law, prefix: Prefix | None, seed: int, first_tokens: Law | None = None,
-        batch: Law | None = None,
+        batch: Law | None = None, thinking_tokens: Law | None = None,
     ) -> None:  # fmt: skip
         """first_tokens: of prompts before which nothing was said, in sessions. batch: how many texts a request has, of
-        which input_tokens is the length of each."""
+        which input_tokens is the length of each. thinking_tokens: of a reply, before those of its answer."""
         self.first_tokens = first_tokens
         self._first = None if first_tokens is None else Lengths(first_tokens, seed, "first")
         self._input = Lengths(input_tokens, seed, "input")
         self._output = Lengths(output_tokens, seed, "output")
+        self._thinking = None if thinking_tokens is None else Lengths(thinking_tokens, seed, "thinking")
         self._batch = None if batch is None else Lengths(batch, seed, "batch")
         self._groups = None if prefix is None else _Groups(prefix, seed)
 
     def lengths(self, number: int) -> Shape:
         """The lengths of a request that shares nothing."""
         items = 1 if self._batch is None else self._batch.at(number)
-        return Shape(self._input.at(number) * items, self._output.at(number), items=items)
+        thinking = 0 if self._thinking is None else self._thinking.at(number)
+        return Shape(self._input.at(number) * items, thinking + self._output.at(number), items=items)
 
     def total_tokens(self, requests: int) -> NDArray[np.int64]:
         """Prompt and reply of the first ones together; shape (requests,)."""

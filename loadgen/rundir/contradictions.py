@@ -125,7 +125,7 @@ def _load(measured: Table, manifest: Manifest) -> Iterator[str]:
 
 
 def _lengths(measured: Table, config: Mapping[str, object]) -> Iterator[str]:
-    columns = {"output_tokens": measured.asked_tokens}
+    columns = {} if config.get("thinking_tokens") is not None else {"output_tokens": measured.asked_tokens}
     if all(config.get(name) in (None, 1) for name in ("sessions", "prefix", "batch_size")):  # which make prompts longer
         columns["input_tokens"] = measured.asked_prompt_tokens
     for name, column in columns.items():

@@ -42,8 +42,8 @@ Options = TypeVar("Options")
 MOST_RUNS = 10_000
 LISTED = (
     "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency", "prefix", "sessions",
-    "turns", "think_time", "first_tokens", "subagents", "context_tokens", "trace", "trace_speed", "trace_limit",
-    "trace_from", "warmup", "dataset", "batch_size",
+    "turns", "think_time", "first_tokens", "thinking_tokens", "subagents", "context_tokens", "trace", "trace_speed",
+    "trace_limit", "trace_from", "warmup", "dataset", "batch_size",
 )  # fmt: skip
 NAMES = {"rates": "rate"}  # of an option in the names of directories, where it is another
 UNITS = {

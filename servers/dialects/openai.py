@@ -81,6 +81,7 @@ class TokenizeBody(msgspec.Struct):
 class ChatBody(Body):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    thinking_token_budget: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
 
@@ -212,6 +213,7 @@ class OpenAI:
         for index in range(n_choices):
             reply = OpenAIWire(CHAT, body, n_prompt, n_output, self._served(body.model), request_id)
             self._is_for(reply, body)
+            reply.thinking_tokens = min(n_output, max(0, body.thinking_token_budget or 0))
             reply.is_choice(index, shared, index == 0)
             reply.tells_times = self._settings.per_request_metrics
             if body.logprobs:
@@ -348,7 +350,8 @@ class WholeCompletionChoice(CompletionChoice, kw_only=True):
 
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -365,7 +368,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str
     refusal: None = None
     tool_calls: tuple[str, ...] = ()
-    reasoning: None = None
+    reasoning: str | None = None
 
 
 class WholeChatChoice(msgspec.Struct, kw_only=True):
@@ -379,6 +382,10 @@ class WholeChatChoice(msgspec.Struct, kw_only=True):
 
 class CachedTokens(msgspec.Struct):
     cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class Times(msgspec.Struct, kw_only=True):
@@ -396,6 +403,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType | None = UNSET
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct, kw_only=True):
@@ -502,7 +510,8 @@ class Shared:
 
 class OpenAIWire(Wire):
     """One choice of a reply of either route. The frame of a plain token is made once and only its text changes.
-    logprobs: how many candidates are named beside each token; None: nothing is said of probabilities."""
+    logprobs: how many candidates are named beside each token; None: nothing is said of probabilities. thinking_tokens:
+    so many of a chat's reply come before its answer."""
 
     done = b"data: [DONE]\n\n"
 
@@ -519,6 +528,7 @@ class OpenAIWire(Wire):
         self._model = model
         self.prompt_ids: Ids = None  # with them those of the output are sent too
         self.logprobs: int | None = None
+        self.thinking_tokens = 0
         self.tells_times = False
 
     def is_choice(self, index: int, shared: Shared, counts_prompt: bool) -> None:
@@ -527,12 +537,15 @@ class OpenAIWire(Wire):
         self._prefix, _, self._suffix = self._chunk([self._choice("@")]).rpartition(b'"@"')
 
     def token(self, count: int) -> bytes:
-        if self._usage_always or self.prompt_ids is not None or self.logprobs is not None:
+        special = self._usage_always or self.prompt_ids is not None or self.logprobs is not None
+        if special or count <= self.thinking_tokens:
             return self.event(count, 1, None)
         return self._prefix + wire.WORDS_JSON[count % wire.N_WORDS] + self._suffix
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         choice = self._choice(wire.span(count, n_tokens), finish, self._ids(count, n_tokens))
+        if count <= self.thinking_tokens and isinstance(choice, ChatChoice):
+            choice.delta = Delta(reasoning=wire.span(count, n_tokens))
         choice.logprobs = self._logprobs_of(count, n_tokens)
         opening = b""
         if count == n_tokens:
@@ -553,6 +566,10 @@ class OpenAIWire(Wire):
         if self.streaming:
             return
         choice = self._shape.whole_choice(wire.output_text(count), finish, self._ids(count, count))
+        if (thought := min(count, self.thinking_tokens)) and isinstance(choice, WholeChatChoice):
+            choice.message = AssistantMessage(
+                content=wire.span(count, count - thought), reasoning=wire.output_text(thought)
+            )
         choice.index, choice.logprobs = self._index, self._logprobs_of(count, count)
         if isinstance(choice, WholeCompletionChoice):
             choice.prompt_token_ids = self.prompt_ids
@@ -628,7 +645,10 @@ class OpenAIWire(Wire):
         return _usage(self.prompt_tokens, count, self.cached_tokens)
 
     def _usage_of_all(self) -> Usage:
-        return _usage(self._shared.prompt_tokens, self._shared.output_tokens, self._shared.cached_tokens)
+        usage = _usage(self._shared.prompt_tokens, self._shared.output_tokens, self._shared.cached_tokens)
+        if self.thinking_tokens:
+            usage.completion_tokens_details = ReasoningTokens(min(self.thinking_tokens, usage.completion_tokens))
+        return usage
 
 
 def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Usage:

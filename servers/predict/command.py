@@ -47,8 +47,9 @@ COUNTED_TOGETHER = 4096  # requests
 
 @offers(
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
-    "prefix", "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "cancel", "adapters",
-    "priority", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from", "trace_block_tokens",
+    "prefix", "sessions", "turns", "think_time", "first_tokens", "thinking_tokens", "subagents", "context_tokens",
+    "cancel", "adapters", "priority", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
+    "trace_block_tokens",
     "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),

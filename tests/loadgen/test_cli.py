@@ -74,6 +74,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "turns": (["uniform:2:6"], "uniform:2:6"),
     "think_time": (["0.5"], 0.5),
     "first_tokens": (["1000"], 1000),
+    "thinking_tokens": (["uniform:8:64"], "uniform:8:64"),
     "subagents": (["0.1:2:4"], "0.1:2:4"),
     "context_tokens": (["8192"], 8192),
     "cancel": (["0.05"], 0.05),

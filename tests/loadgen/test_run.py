@@ -148,6 +148,28 @@ def test_agents(tmp_path: Path) -> None:
     assert afters == {row["id"]: row.get("after") for row in rows} and any(afters.values())
 
 
+def test_replies_think_for_as_long_as_their_budget(tmp_path: Path) -> None:
+    """Every reply thinks for what was drawn and answers with 6 tokens, as the server counts and as they come."""
+    out = tmp_path / "run"
+    report, shown = loadgen(
+        "run", "--launch", "embedded", "--backend", "openai-chat", *FAST, "--requests", "30",
+        "--arrival", "constant:60", "--thinking-tokens", "uniform:2:9", "--output-tokens", "6", "--out", str(out),
+    )  # fmt: skip
+    rows = [line for line in map(json.loads, (out / "requests.jsonl").read_text().splitlines()) if "events" in line]
+    measured = [row for row in rows if row["phase"] == "measured"]
+    thought = [row["reasoning_tokens"] for row in measured]
+    assert len(measured) == 30 and set(thought) <= set(range(2, 10)) and len(set(thought)) > 3
+    assert all(row["output_tokens"] == row["asked_tokens"] == row["reasoning_tokens"] + 6 for row in measured)
+    for row in measured:  # the answer begins with the event after the last thought
+        arrivals_us = list(itertools.accumulate([row["first_token_ns"] // 1000, *row["itl_us"]]))
+        assert row["answer_ns"] // 1000 == arrivals_us[row["reasoning_tokens"]]
+    found = report["reasoning"]
+    assert found["replies"] == 30 and found["thinking_tokens_mean"] == pytest.approx(statistics.mean(thought))
+    assert found["thinking_ratio"] == pytest.approx(sum(thought) / (sum(thought) + 180))
+    assert "Reasoning: 30.00 replies thought for" in shown or "Reasoning: 30 replies thought for" in shown
+    assert "tpot, of the answer" in shown and report["verdict"]["findings"] is not None
+
+
 def last_snapshot(directory: Path) -> tuple[str, int]:
     """The state that a run's snapshot tells, and how many requests were well."""
     told = json.loads((directory / "snapshot.json").read_text())

@@ -31,9 +31,9 @@ from loadgen.report.pages.differences import Difference
 
 TONES: dict[str, Tone] = {"INVALID": "bad", WORSE: "warning", BETTER: "good"}
 LOAD = (
-    "arrival", "config.input_tokens", "config.output_tokens", "config.ignore_eos", "config.prefix", "config.sessions",
-    "config.turns", "config.think_time", "config.first_tokens", "config.subagents", "config.context_tokens",
-    "config.dataset", "config.trace", "config.trace_speed",
+    "arrival", "config.input_tokens", "config.output_tokens", "config.thinking_tokens", "config.ignore_eos",
+    "config.prefix", "config.sessions", "config.turns", "config.think_time", "config.first_tokens", "config.subagents",
+    "config.context_tokens", "config.dataset", "config.trace", "config.trace_speed",
 )  # fmt: skip
 ONE_BY_ONE = "Each interval is of one metric alone: of twenty metrics that do not differ, one may be shown to differ."
 

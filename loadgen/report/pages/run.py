@@ -194,8 +194,9 @@ def _load(run: Shown) -> str:
         f"{report.arrival}, {number(planned)} requests" if planned is not None else report.arrival,
         *(
             f"{name.replace('_', ' ')} {config[name]}"
-            for name in ("duration", "input_tokens", "output_tokens", "images", "dataset", "trace", "prefix",
-                         "sessions", "turns", "think_time", "first_tokens", "subagents", "context_tokens", "seed")
+            for name in ("duration", "input_tokens", "output_tokens", "thinking_tokens", "images", "dataset",
+                         "trace", "prefix", "sessions", "turns", "think_time", "first_tokens", "subagents",
+                         "context_tokens", "seed")
             if config.get(name) is not None and (name != "output_tokens" or report.items is None)
         ),
         *(["batch size " + option(config.get("batch_size"))] if report.items is not None else []),
