@@ -180,11 +180,12 @@ class Backend:
     read: read_info(path, body) returns what it says, or raises ProtocolError when another kind of server answered.
     Of `account_paths` all that answer 200 are read: read_account(path, body) never raises.
     server_metrics maps a neutral name to the server's Prometheus series, for those that the server has; where versions
-    differ, to several, newest first, with a space between. Histograms ttft_seconds, itl_seconds, e2el_seconds, and of a
-    request's parts queue_seconds, validation_seconds, prefill_seconds, inference_seconds, tpot_seconds (of the tokens
-    after the first) and time_per_token_seconds (of all), without _sum, _count, _bucket;
-    gauges running, waiting, paused (requests; paused: preempted and waiting to go on),
-    kv_cache_usage_ratio, kv_reserved_tokens (what the running batch may come to need); counters prompt_tokens,
+    differ, to several, newest first, with a space between; NAME{LABEL} is how many names its latest LABEL lists.
+    Histograms ttft_seconds, itl_seconds, e2el_seconds, and of a request's parts queue_seconds, validation_seconds,
+    prefill_seconds, inference_seconds, tpot_seconds (of the tokens after the first) and time_per_token_seconds (of
+    all), without _sum, _count, _bucket; gauges running, waiting, paused (requests; paused: preempted and waiting to go
+    on), kv_cache_usage_ratio, kv_reserved_tokens (what the running batch may come to need), adapters_running,
+    adapters_waiting (that requests which run, or wait, are for), adapters_loaded; counters prompt_tokens,
     generation_tokens, prefix_cache_hits, prefix_cache_queries (tokens), preemptions. adapter: how such a server is
     started; None: it can only be measured where it runs. stale_gauges: they may keep their values when nothing runs any
     more. native: it is asked in its own protocol, not in OpenAI's. seen: which versions were measured for real, on what

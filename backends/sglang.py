@@ -339,6 +339,7 @@ BACKEND = Backend(
         "prefix_cache_hits": "sglang:cached_tokens_total",
         "prefix_cache_queries": "sglang:prompt_tokens_total",
         "preemptions": "sglang:num_retracted_requests_total",
+        "adapters_loaded": "sglang:lora_pool_slots_used",
     },
     stale_gauges=True,
     adapter=ADAPTER,

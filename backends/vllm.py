@@ -256,6 +256,8 @@ BACKEND = Backend(
         "prefix_cache_hits": "vllm:prefix_cache_hits_total vllm:gpu_prefix_cache_hits_total",
         "prefix_cache_queries": "vllm:prefix_cache_queries_total vllm:gpu_prefix_cache_queries_total",
         "preemptions": "vllm:num_preemptions_total",
+        "adapters_running": "vllm:lora_requests_info{running_lora_adapters}",
+        "adapters_waiting": "vllm:lora_requests_info{waiting_lora_adapters}",
     },
     adapter=ADAPTER,
     native=False,

@@ -135,7 +135,9 @@ _pooled = partial(
     pooled=True,
 )
 
-EMBEDDINGS = _pooled(name="embeddings", encode=encode_embeddings)
-RERANK = _pooled(name="rerank", encode=encode_rerank)
+SEEN = "llama.cpp b11549 on CPUs, in CI"
+
+EMBEDDINGS = _pooled(name="embeddings", encode=encode_embeddings, seen=SEEN)
+RERANK = _pooled(name="rerank", encode=encode_rerank, seen=SEEN)
 SCORE = _pooled(name="score", encode=encode_score)
-TEI_RERANK = _pooled(name="tei-rerank", encode=encode_tei_rerank, adapter_field="", priority_field="")
+TEI_RERANK = _pooled(name="tei-rerank", encode=encode_tei_rerank, adapter_field="", priority_field="", seen=SEEN)

@@ -15,6 +15,9 @@ from loadgen.target import REDIRECTS
 MAX_BODY_BYTES = 16 << 20
 
 
+_LISTING = re.compile(r"([^{}]+)\{(\w+)\}")
+
+
 class Unreadable(Exception):
     """The server gave no metrics this time. One clause, in our own words."""
 
@@ -27,20 +30,24 @@ class Series:
     """Picks the wanted series out of Prometheus' text format.
 
     Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`. Of
-    several names the first that is there counts. Values of several label sets are added up; ratios are averaged.
+    several names the first that is there counts. Values of several label sets are added up; ratios are averaged. Of a
+    name with a label in braces, whose values are times, it is how many names the label of the latest one lists.
     """
 
     def __init__(self, series: Mapping[str, str]) -> None:
         self._spellings: dict[str, tuple[str, ...]] = {}  # neutral name -> sample names, best first
+        self._listing: dict[str, list[str]] = {}  # sample name -> labels that list names
         for neutral, known in series.items():
             names = known.split()
+            for name, label in (found.groups() for found in map(_LISTING.fullmatch, names) if found is not None):
+                self._listing.setdefault(name, []).append(label)
             if neutral.endswith("_seconds"):
                 self._spellings |= {neutral + part: tuple(name + part for name in names) for part in ("_sum", "_count")}
             else:
                 self._spellings[neutral] = tuple(
                     spelling for name in names for spelling in (name, _other_spelling(name))
                 )
-        self._wanted = {name for names in self._spellings.values() for name in names}
+        self._wanted = {name.partition("{")[0] for names in self._spellings.values() for name in names}
 
     def pick(self, text: str) -> dict[str, float]:
         """Neutral name -> value, for the series that are there. Raises Unreadable when this is no such text."""
@@ -51,11 +58,17 @@ class Series:
         lines = text.split("\n")
         ours = [line for line in lines if re.split(r"[{\s]", line, maxsplit=1)[0] in self._wanted]
         shown: dict[str, list[float]] = {}
+        latest: dict[str, float] = {}
         try:
             for family in text_string_to_metric_families("\n".join(ours or lines) + "\n"):
                 for sample in family.samples:
                     if math.isfinite(sample.value):  # a mean of nothing is NaN in some servers
                         shown.setdefault(sample.name, []).append(float(sample.value))
+                        if sample.name in self._listing and sample.value >= latest.get(sample.name, 0.0):
+                            latest[sample.name] = float(sample.value)
+                            for label in self._listing[sample.name]:
+                                listed = [each for each in sample.labels.get(label, "").split(",") if each.strip()]
+                                shown[f"{sample.name}{{{label}}}"] = [float(len(listed))]
         except (ValueError, IndexError, KeyError, OverflowError):
             raise Unreadable("the answer to GET /metrics is not Prometheus' text format") from None
         values = {}

@@ -112,6 +112,9 @@ class ServerStats(msgspec.Struct, kw_only=True):
     itl_mean_ms: float | None = None
     e2el_mean_ms: float | None = None
     ended: int | UnsetType | None = UNSET  # requests in the histogram of e2el
+    adapters_running_max: int | UnsetType = UNSET  # that requests which ran together were for, at the samples
+    adapters_waiting_max: int | UnsetType = UNSET
+    adapters_loaded_max: int | UnsetType = UNSET
     parts_ms: dict[str, float] | UnsetType = UNSET  # means of other histograms, by their neutral names
     gpu_thermal_s: float | UnsetType = UNSET  # how long heat held clocks of GPUs back, each GPU's time counted
     gpu_power_s: float | UnsetType = UNSET  # likewise, the power limit
@@ -281,6 +284,10 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str], t0_ns: int)
         seconds, count = rise(f"{name}_sum"), rise(f"{name}_count")
         return 1000 * seconds / count if seconds is not None and count else None
 
+    def most(name: str) -> int | UnsetType:
+        value = largest(name)
+        return UNSET if value is None else round(value)
+
     def held_s(name: str) -> float | UnsetType:
         held_ns = rise(name)
         return UNSET if held_ns is None else held_ns / 1e9
@@ -305,6 +312,9 @@ def _server(window: Sequence[ServerSample], replicas: Sequence[str], t0_ns: int)
         itl_mean_ms=mean_ms("itl_seconds"),
         e2el_mean_ms=mean_ms("e2el_seconds"),
         ended=UNSET if (ended := rise("e2el_seconds_count")) is None else round(ended),
+        adapters_running_max=most("adapters_running"),
+        adapters_waiting_max=most("adapters_waiting"),
+        adapters_loaded_max=most("adapters_loaded"),
         parts_ms=parts_ms or UNSET,
         gpu_thermal_s=held_s("gpu_thermal_ns"),
         gpu_power_s=held_s("gpu_power_ns"),

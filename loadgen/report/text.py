@@ -491,6 +491,9 @@ def _server_lines(server: ServerStats, answered: bool) -> Iterator[str]:
         ("KV cache at most {} % full", None if kv_ratio is None else 100 * kv_ratio),
         ("at most {} tokens of KV cache reserved", server.kv_reserved_max_tokens),
         ("at most {} paused", server.paused_max),
+        ("at most {} adapters running", known(server.adapters_running_max)),
+        ("at most {} adapters waiting", known(server.adapters_waiting_max)),
+        ("at most {} adapters loaded", known(server.adapters_loaded_max)),
     )
     if unseen:
         largest = [f"sampled too seldom to see a request running ({server.samples} samples)"]

@@ -15,7 +15,7 @@ METRICS = {
     "ttft_seconds", "itl_seconds", "queue_seconds", "validation_seconds", "prefill_seconds", "inference_seconds",
     "tpot_seconds", "time_per_token_seconds", "e2el_seconds", "running", "waiting", "paused", "kv_cache_usage_ratio",
     "kv_reserved_tokens", "prompt_tokens", "generation_tokens", "prefix_cache_hits", "prefix_cache_queries",
-    "preemptions",
+    "preemptions", "adapters_running", "adapters_waiting", "adapters_loaded",
 }  # fmt: skip
 
 
@@ -114,4 +114,6 @@ def test_foreign_answers_are_refused(backend: Backend, body: bytes) -> None:
 def test_server_metrics_are_series_names(backend: Backend) -> None:
     assert set(backend.server_metrics) <= METRICS
     for series in backend.server_metrics.values():
-        assert series.split(" ") and all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in series.split(" "))
+        assert series.split(" ") and all(
+            re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{\w+\})?", name) for name in series.split(" ")
+        )

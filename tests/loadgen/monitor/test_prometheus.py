@@ -34,6 +34,20 @@ vllm:running_more{engine="0"} 99
     assert series.pick(text) == {"running": 7.0, "kv_cache_usage_ratio": 0.375, "preemptions": 10.0}
 
 
+def test_adapters_are_counted_in_the_labels_of_the_latest_sample() -> None:
+    """vLLM keeps every set of adapters that it ever ran on its page, each with the time at which it did last."""
+    text = """
+# TYPE vllm:lora_requests_info gauge
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a,b,c",waiting_lora_adapters=""} 1.7958e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a,b",waiting_lora_adapters="c"} 1.7958e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="d",waiting_lora_adapters="a,b"} 1.79581e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters=""} 1.79570e+09
+"""
+    series = Series(backends.get("vllm").server_metrics)
+    assert series.pick(text) == {"adapters_running": 1.0, "adapters_waiting": 2.0}
+    assert series.pick("vllm:num_requests_running 3.0\n") == {"running": 3.0}
+
+
 @pytest.mark.parametrize("declared", ["x:hits", "x:hits_total"])
 @pytest.mark.parametrize("shown", ["x:hits", "x:hits_total"])
 @pytest.mark.parametrize("typed", [True, False])
