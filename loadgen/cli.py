@@ -12,19 +12,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 
 import backends
 from backends import exit_codes
 from backends.foreign_files import read_named
-from backends.untrusted import without_secrets
 from loadgen import guesses, rundir, terminal
 from loadgen.config import Config, ConfigError, PlacementOptions, ServerOptions, check_file, check_text, ray_address
 from loadgen.option_types import JunitOption, ShownOptions, SummaryOption, Whole, check_listen, names, offers
-from loadgen.search.points import SweepOptions
 from loadgen.terminal import result_line, say, say_error
 
 if TYPE_CHECKING:
@@ -35,14 +34,8 @@ if TYPE_CHECKING:
     from loadgen.report.schema import Report
     from loadgen.rundir.records import Recorded
 
-NOT_SEARCHED = (
-    "requests", "duration", "arrival", "concurrency", "workload", "sessions", "turns", "think_time", "first_tokens",
-    "subagents", "context_tokens", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
-    "trace_block_tokens", "goodput", "repeat",
-    "dry_run", "calibrate", "stop_when_overloaded",
-)  # fmt: skip
 MOST_CONFIG_BYTES = 1 << 20
-SEARCH = Group("The search", sort_key=0)
+SEARCH = "loadgen.search.command"  # with the commands whose options are slow to import
 
 ConventionName = Literal["loadgen", "vllm", "guidellm", "aiperf", "mlperf"]
 
@@ -81,34 +74,6 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
         elif code is None:
             code = report_one(directory, "loadgen", brief=terminal.is_watched())
     return stop.exit_code or code
-
-
-def sweep(
-    options: Annotated[SweepOptions | None, Parameter(name="*")] = None, *, shown: ShownOptions | None = None
-) -> int:
-    """Send one load after another to one start of a server: a point for each value of --rates, --concurrencies, or one
-    other option of the load that is given as a list.
-
-    Each point is an ordinary run directory in --out, named after its value, such as rate-5; sweep.html, sweep.json,
-    sweep.md and figures put them together. --resume DIR goes on after a kill or Ctrl-C: points that finished stay as
-    they are.
-    """
-    from loadgen.event_loop import Stop
-    from loadgen.run import run_to_end
-    from loadgen.search import sweep as sweeping
-
-    terminal.use(shown)
-    planned = sweeping.prepare(options or SweepOptions(), terminal.note)
-    code = None
-    with Stop() as stop, sweeping.alone(planned):
-        if planned.series.waiting:
-            code = run_to_end(sweeping.measure(planned, stop), lambda: planned.began)
-        if planned.began:
-            of_runs = report_sweep(planned.directory, brief=terminal.is_watched())
-            code = of_runs if code is None else code
-    if planned.series.waiting and planned.directory.exists():
-        say(planned.series.remainder("loadgen sweep", planned.directory))
-    return stop.exit_code or code or exit_codes.OK
 
 
 def report(
@@ -180,7 +145,11 @@ def _report(directory: Path, convention: ConventionName) -> int:
 
         command.show(directory, results.read(directory))
         return exit_codes.OK
-    return report_repeats(directory) if file is None else report_sweep(directory)
+    if file is None:
+        return report_repeats(directory)
+    from loadgen.search.command import report_sweep
+
+    return report_sweep(directory)
 
 
 def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
@@ -258,22 +227,6 @@ def report_repeats(directory: Path, *, brief: bool = False) -> int:
         repeats.to_json(repeated), screen,
     )  # fmt: skip
     return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
-
-
-def report_sweep(directory: Path, *, brief: bool = False) -> int:
-    """Prints what the runs of a sweep gave together; writes sweep.json, sweep.md, page and figures; the exit code."""
-    from loadgen import summary
-    from loadgen.report import sweeps
-    from loadgen.report.pages import sweep as page
-
-    swept = sweeps.read(directory)
-    screen = partial(summary.of_sweep, swept) if brief else None
-    summary.publish(
-        page.of(directory, without_secrets(swept)), directory / page.FILE, page.TEXT,
-        lambda: sweeps.write(directory, swept), sweeps.to_json(swept), screen,
-    )  # fmt: skip
-    begun = [run for run in swept.runs if run.state != "waiting"]
-    return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
 
 
 def rendered(document: Document, stream: TextIO | None = None) -> str:
@@ -461,49 +414,6 @@ class ComposeOptions(Config):
     """Of `run`, what goes into the command of a server in Docker."""
 
 
-@offers(*(name for name in names(Config) if name not in NOT_SEARCHED))
-class ProbeOptions(Config):
-    """Of `run`, without the load's rate and number of requests, which a search decides on."""
-
-
-def search(
-    config: Annotated[ProbeOptions | None, Parameter(name="*")] = None,
-    *,
-    slo: Annotated[
-        str | None, Parameter(group=SEARCH, help="Limits: ttft_ms=500,tpot_ms=50 and e2el_ms, or 'ttft_p99<500ms'.")
-    ] = None,
-    attain: Annotated[
-        float | None, Parameter(group=SEARCH, help="Share of the requests that keep every limit (default 0.99).")
-    ] = None,
-    budget_minutes: Annotated[
-        float | None, Parameter(group=SEARCH, help="Minutes for all probes, at the most (default 20).")
-    ] = None,
-    axis: Annotated[
-        Literal["rate", "concurrency"] | None,
-        Parameter(
-            group=SEARCH, help="What is raised: requests/s of a Poisson process (default), or requests in flight."
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        Parameter(
-            group=SEARCH,
-            help="Go on with the search in this directory, which was stopped; --budget-minutes may give it more time.",
-        ),
-    ] = None,
-    shown: ShownOptions | None = None,
-) -> int:
-    """Find the highest load at which a server keeps limits on its latencies, with how sure that is.
-
-    Probes at several loads, each an ordinary run in 1, 2, ... of the directory, each as long as it takes. Takes the
-    options of `run` for the server and the requests.
-    """
-    from loadgen.search import command
-
-    terminal.use(shown)
-    return command.search(config or ProbeOptions(), slo, attain, budget_minutes, axis, resume)
-
-
 def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) -> int:
     """Check what a run with these options needs of this machine, and say what to do about the rest.
 
@@ -601,7 +511,10 @@ def build_app(*, described: bool = False) -> App:
         version_flags=["--version", "-V"],
         result_action="return_value",
     )
-    for command in (run, sweep, search, report, collect, compare, doctor, compose, export):
+    app.command(run)
+    for name in ("sweep", "search"):
+        app.command(getattr(import_module(SEARCH), name) if described else f"{SEARCH}:{name}", name=name)
+    for command in (report, collect, compare, doctor, compose, export):
         app.command(command)
     app.command(list_backends, name="backends")
     app.command(import_results, name="import")

@@ -83,7 +83,7 @@ def price_of(text: str) -> tuple[float, str]:
     return float(found["amount"]), found["code"] or _SIGNS[found["sign"]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ServerOptions:
     """Which server is measured."""
 
@@ -103,7 +103,7 @@ class ServerOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class LoadOptions:
     """What is sent, and when. Units: tokens, seconds, requests per second."""
 
@@ -267,7 +267,7 @@ class LoadOptions:
     seed: Annotated[Whole, _load("Fixes prompts and arrivals.")] = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ClientOptions:
     """How the client sends and waits. Units: seconds."""
 
@@ -338,7 +338,7 @@ class ClientOptions:
     total_timeout: Annotated[float, _client("Seconds for a whole reply.")] = 3600.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class OutputOptions:
     """What a run leaves and shows."""
 
@@ -401,7 +401,7 @@ ExpertImbalanceOption = Annotated[
 ProfileOption = Annotated[Path | None, _modelled("Profile from `loadgen calibrate` (default: the built-in one).")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class PlacementOptions:
     """How a server that loadgen starts, or that is modelled, uses its GPUs."""
 
@@ -437,7 +437,7 @@ class PlacementOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class LaunchOptions:
     """A server that loadgen starts with --launch docker or process."""
 
@@ -464,7 +464,7 @@ class LaunchOptions:
     ready_timeout: Annotated[float, _launch("Seconds that the server may take to be ready.")] = 1800.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ModelledOptions:
     """Hardware that is modelled, for `run`, `predict`, `breakdown` and the embedded server alike."""
 

@@ -171,8 +171,8 @@ def offers(*offered: str) -> Callable[[type[Options]], type[Options]]:
 
     def hide_others(options: type[Options]) -> type[Options]:
         types = get_type_hints(options, include_extras=True)
-        others = [name for name in names(options) if name not in offered]
-        options.__annotations__ = {name: Annotated[types[name], Parameter(show=False)] for name in others}
+        others, hidden = [name for name in names(options) if name not in offered], Parameter(show=False)
+        options.__annotations__ = {name: Annotated[types[name], hidden] for name in others}
         return options
 
     return hide_others

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from backends import gpus
 from backends.untrusted import without_secrets
-from loadgen import child_env, rundir
+from loadgen import child_env, rundir, terminal
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag
 from loadgen.document.content import number
@@ -117,6 +117,13 @@ class Search:
 
     def __post_init__(self) -> None:
         self._watcher = Watcher(self.whole)
+
+    @classmethod
+    def checked(cls, config: Config, directory: Path, result: SearchResult) -> Search:
+        """Raises as `Run.check` does."""
+        whole = Run(config, directory, rundir.new_run_id(), terminal.note)
+        whole.check()
+        return cls(whole, result)
 
     async def measure(self) -> None:
         """Probes until the answer is sure or the time is over. search.json is right after every probe. Raises as

@@ -97,6 +97,10 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     started_from: str = ""
     probes: list[ProbeRun] = []
 
+    def lasting(self, budget_s: float) -> SearchResult:
+        """With another budget for all probes."""
+        return msgspec.structs.replace(self, options=msgspec.structs.replace(self.options, budget_s=budget_s))
+
     @property
     def loads(self) -> list[Probe]:
         """What the statistics see."""

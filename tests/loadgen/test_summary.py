@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from rich.text import Text
 
-from loadgen import cli, summary
+from loadgen import summary
 from loadgen.document.content import Table, number
 from loadgen.report import repeats, sweeps
 from loadgen.report.finding import Finding
 from loadgen.report.schema import ErrorCount, Report, Verdict
+from loadgen.search import command
 from loadgen.summary import FILES_LINES, SCREEN_LINES
 from tests.loadgen.report.test_build import HOSTILE, hand_report
 from tests.loadgen.report.test_sweeps import swept_directory
@@ -93,7 +94,7 @@ def test_a_sweep_has_one_screen(columns: int, tmp_path: Path, capsys: pytest.Cap
     rows = [line.plain.split() for line in lines if line.plain.endswith("VALID") and line is not lines[0]]
     assert [row[0] for row in rows] == ["1", "2", "4"]
     assert columns < 160 or all(value in rows[2] for value in ("25.00", "100.5"))  # tpot and ttft, by hand
-    assert cli.report_sweep(directory, brief=True) == 0
+    assert command.report_sweep(directory, brief=True) == 0
     assert capsys.readouterr().err.startswith(("VALID", "\x1b")) is True
 
 
