@@ -67,7 +67,6 @@ async def _work() -> bool:
 def _prepare(order: Prepare) -> None:
     """Whoever started us is busy with something else until the run begins."""
     if order.sample:
-        import httpx  # noqa: F401
         import prometheus_client.parser  # noqa: F401
     if order.draw:
         import loadgen.monitor.view  # noqa: F401

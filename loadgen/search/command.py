@@ -1,4 +1,4 @@
-"""The commands `loadgen sweep` and `loadgen search`, from options to last lines. Only what a command needs is imported."""
+"""The commands `loadgen sweep` and `loadgen search`, from options to last lines. Only what one needs is imported."""
 
 from __future__ import annotations
 
