@@ -8,9 +8,11 @@ value is None (for words: "unknown"); no question to it raises. `pynvml` is impo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -67,6 +69,17 @@ SLOWDOWNS = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_po
 def has_driver() -> bool:
     """Whether this machine seems to have an NVIDIA driver, as far as that shows without NVML."""
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _has_library() -> bool:
+    """Whether NVML itself can be loaded, as pynvml would load it on Linux."""
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 class GpuError(UserError, ValueError):
@@ -272,6 +285,8 @@ class _Nvml:
     def __init__(self) -> None:
         if (why := lacking("pynvml")) is not None:
             raise _NoNvmlError(why if has_driver() else _INIT_PROBLEMS[12])
+        if "pynvml" not in sys.modules and not _has_library():  # the import takes 70 ms of CPU
+            raise _NoNvmlError(_INIT_PROBLEMS[12])
         import pynvml
 
         self.module = pynvml
