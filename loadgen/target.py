@@ -137,11 +137,11 @@ def get(
 
 
 def _get(target: Target, url: str, timeout_s: float, method: str) -> tuple[int, Mapping[str, str], bytes]:
-    connection = connection_to(target, timeout_s)
+    connection = _connection(target, timeout_s)
     try:
         _connect(connection, target, timeout_s)
         path = urlsplit(url)._replace(scheme="", netloc="", fragment="").geturl()
-        with limited(connection.sock, timeout_s) as is_late:
+        with _limited(connection.sock, timeout_s) as is_late:
             connection.request(method, path, headers=target.headers(HttpRequest(method, path, b"", ())))
             reply = connection.getresponse()
             body = reply.read(MOST_REPLY_BYTES)
@@ -160,7 +160,7 @@ def _get(target: Target, url: str, timeout_s: float, method: str) -> tuple[int, 
 
 
 @contextlib.contextmanager
-def limited(sock: socket.socket, timeout_s: float) -> Iterator[Callable[[], bool]]:
+def _limited(sock: socket.socket, timeout_s: float) -> Iterator[Callable[[], bool]]:
     """Ends what is read from a socket after so long, however its bytes drip: a socket's own timeout begins anew with
     each. Gives whether it did. Raises TimeoutError for what the block raises then."""
     late = threading.Event()
@@ -229,7 +229,7 @@ def _unused_proxy(target: Target) -> str:
     )
 
 
-def connection_to(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
     if target.tls:
         context = target.tls_context()
         return http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=context)

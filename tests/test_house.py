@@ -46,7 +46,7 @@ def test_dictionaries_of_anything_stand_at_the_edge() -> None:
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    heavy = {"aiohttp", "docker", "matplotlib", "numpy", "ray", "scipy", "torch", "yaml"}
+    heavy = {"aiohttp", "docker", "httpx", "matplotlib", "numpy", "ray", "scipy", "torch", "yaml"}
     for program in ("loadgen.cli", "training_probe.cli"):
         code = f"import sys, {program}; print(*sorted({heavy} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
@@ -54,7 +54,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 
 def test_a_run_loads_what_it_uses() -> None:
     """Figures come after the numbers, and a server at a --url needs neither Docker nor another transport."""
-    unused = {"aiohttp", "docker", "matplotlib", "ray", "scipy", "torch", "yaml"}
+    unused = {"aiohttp", "docker", "httpx", "matplotlib", "ray", "scipy", "torch", "yaml"}
     code = f"import sys, backends, loadgen.run; backends.get('vllm'); print(*sorted({unused} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 

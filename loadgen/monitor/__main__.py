@@ -67,7 +67,10 @@ async def _work() -> bool:
 def _prepare(order: Prepare) -> None:
     """Whoever started us is busy with something else until the run begins."""
     if order.sample:
+        import httpcore  # noqa: F401  httpx itself would import it, and this of anyio, at its first request
+        import httpx  # noqa: F401
         import prometheus_client.parser  # noqa: F401
+        from anyio import connect_tcp, fail_after  # noqa: F401
     if order.draw:
         import loadgen.monitor.view  # noqa: F401
 

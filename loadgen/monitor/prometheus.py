@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import math
 import re
-import time
 from collections.abc import Mapping
-from urllib.parse import urlsplit
-
-import msgspec
 
 from backends.protocol import HttpRequest
 from backends.untrusted import printable
-from loadgen.event_loop import in_thread
 from loadgen.monitor.messages import MetricsSource
-from loadgen.target import REDIRECTS, connection_to, limited, reason
+from loadgen.target import REDIRECTS
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -90,82 +84,60 @@ def _other_spelling(name: str) -> str:
 
 
 class _Page:
-    """One `/metrics` over one connection that is kept. TLS is verified as for the requests themselves; no proxy of the
-    environment is used, as the requests use none."""
+    """One `/metrics` over one connection that is kept. TLS is verified as for the requests themselves."""
 
     def __init__(self, source: MetricsSource, url: str, timeout_s: float) -> None:
-        self._source, self._url, self._timeout_s = source, url, timeout_s
+        import httpx
+
+        self._source = source
+        self._url = url
         self._series = Series(source.series)
-        plain = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
-        self._headers = source.headers_for(url, HttpRequest("GET", url, b"", plain))
-        self._connection: http.client.HTTPConnection | None = None
+        self._timeout_s = timeout_s
+        asked = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
+        headers = source.headers_for(url, HttpRequest("GET", self._url, b"", asked))
+        plain = url.lower().startswith("http://")
+        verify = False if plain else source.tls_context()  # whose certificates take 20 ms to load
+        # trust_env: the requests go to the server itself, without the environment's proxies or .netrc; so does this
+        self._client = httpx.AsyncClient(headers=headers, timeout=self._timeout_s, trust_env=False, verify=verify)
 
     async def read(self) -> dict[str, float]:
         """The values now. Raises Unreadable, and nothing else whatever the server does."""
-        return self._series.pick((await in_thread(self._read)).decode("utf-8", "replace"))
+        import httpx
 
-    def _read(self) -> bytes:
         try:
-            return self._body(time.monotonic() + self._timeout_s)
-        except TimeoutError:
+            async with asyncio.timeout(self._timeout_s):  # httpx's own limits begin anew with every read
+                body = await self._body()
+        except (TimeoutError, httpx.TimeoutException):
             raise Unreadable(f"GET /metrics was not answered within {self._timeout_s:g} s") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:  # whose words may hold a header that we sent
+        except httpx.ConnectError as error:
+            raise Unreadable(f"no connection for GET /metrics: {printable(str(error), 200)}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # their words may hold a header that we sent: names only
             raise Unreadable(f"GET /metrics failed: {type(error).__name__}") from None
+        return self._series.pick(body.decode("utf-8", "replace"))
 
-    def _body(self, until_s: float, *, redirected: bool = False) -> bytes:
-        """The page, after one redirect on the same host, which is remembered. Raises Unreadable and what `_read` takes
-        for such."""
-        status, location, body = self._get(until_s)
-        if status in (404, 405, 501):
-            raise Absent(f"the server has no metrics: GET /metrics answers {status}")
-        if status in REDIRECTS and not redirected:
-            if (url := self._source.followed(self._url, location)) is None:
-                raise Unreadable(f"GET /metrics answers {status} and leads to another host")
-            self._url = url
-            return self._body(until_s, redirected=True)
-        if status != 200:
-            raise Unreadable(f"GET /metrics answers {status}")
-        if len(body) > MAX_BODY_BYTES:
-            raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
-        return body
-
-    def _get(self, until_s: float) -> tuple[int, str, bytes]:
-        """Status, location and body, over the connection that was kept, or a new one where the server has closed it."""
-        kept, self._connection = self._connection, None
-        connection = kept or self._connected(until_s)
-        path = urlsplit(self._url)._replace(scheme="", netloc="", fragment="").geturl()
-        try:
-            with limited(connection.sock, until_s - time.monotonic()) as is_late:
-                connection.request("GET", path, headers=self._headers)
-                reply = connection.getresponse()
-                body = reply.read(MAX_BODY_BYTES + 1)
-                if is_late():
-                    raise TimeoutError
-        except BaseException as error:
-            connection.close()
-            if kept is not None and isinstance(error, (ConnectionError, http.client.CannotSendRequest)):
-                return self._get(until_s)
-            raise
-        if reply.isclosed() and connection.sock is not None:
-            self._connection = connection
-        else:
-            connection.close()
-        return reply.status, reply.headers.get("location", ""), body
-
-    def _connected(self, until_s: float) -> http.client.HTTPConnection:
-        target = msgspec.structs.replace(self._source, url=self._url)
-        made = connection_to(target, max(1e-3, until_s - time.monotonic()))
-        try:
-            made.connect()
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise Unreadable(f"no connection for GET /metrics: {printable(reason(error), 200)}") from None
-        return made
+    async def _body(self, *, redirected: bool = False) -> bytes:
+        """The page, after one redirect on the same host, which is remembered. Raises Unreadable, and as httpx does."""
+        body = bytearray()
+        async with self._client.stream("GET", self._url) as response:
+            if response.status_code in (404, 405, 501):
+                raise Absent(f"the server has no metrics: GET /metrics answers {response.status_code}")
+            if response.status_code in REDIRECTS and not redirected:
+                url = self._source.followed(self._url, response.headers.get("location", ""))
+                if url is None:
+                    raise Unreadable(f"GET /metrics answers {response.status_code} and leads to another host")
+                self._url = url
+            elif response.status_code != 200:
+                raise Unreadable(f"GET /metrics answers {response.status_code}")
+            else:
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Unreadable(f"the answer to GET /metrics is over {MAX_BODY_BYTES >> 20} MiB")
+                return bytes(body)
+        return await self._body(redirected=True)
 
     async def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        await self._client.aclose()
 
 
 class Metrics:

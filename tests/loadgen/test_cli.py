@@ -382,7 +382,7 @@ def test_a_damaged_manifest(damaged: bytes, tmp_path: Path, capsys: pytest.Captu
 
 def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
     """Drawing, other transports and Docker are imported when used: the first request leaves within a second."""
-    heavy = ["matplotlib", "aiohttp", "docker", "tokenizers", "torch", "servers", "multiprocessing.spawn"]
+    heavy = ["matplotlib", "aiohttp", "httpx", "docker", "tokenizers", "torch", "servers", "multiprocessing.spawn"]
     code = f"import sys, loadgen.cli, loadgen.run, loadgen.progress; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
@@ -390,7 +390,7 @@ def test_a_run_does_not_wait_for_what_it_does_not_need() -> None:
 
 def test_a_command_line_does_not_wait_for_what_it_does_not_need() -> None:
     """Help and mistakes come at once: neither figures, Docker nor numpy are loaded."""
-    heavy = ["matplotlib", "docker", "scipy", "numpy", "aiohttp", "servers"]
+    heavy = ["matplotlib", "docker", "httpx", "scipy", "numpy", "aiohttp", "servers"]
     code = f"import sys, loadgen.cli; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

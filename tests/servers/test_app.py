@@ -260,5 +260,5 @@ def test_the_wire_tells_its_speed() -> None:
 
 def test_a_server_of_fixed_times_starts_without_what_it_does_not_need() -> None:
     """numpy alone would take longer to load than all of it."""
-    script = "import sys, servers.app; print(sorted({'numpy', 'matplotlib', 'aiohttp'} & set(sys.modules)))"
+    script = "import sys, servers.app; print(sorted({'numpy', 'matplotlib', 'aiohttp', 'httpx'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"

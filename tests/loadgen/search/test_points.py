@@ -15,6 +15,7 @@ from loadgen import cli
 from loadgen.config import Config, ConfigError
 from loadgen.load.load import parse_arrival
 from loadgen.option_types import names
+from loadgen.search import command
 from loadgen.search.points import LISTED, PointRun, SweepOptions, text
 
 
@@ -171,7 +172,7 @@ def test_lists_on_the_command_line_and_in_a_file(tmp_path: Path, monkeypatch: py
         seen.append((options or SweepOptions()).runs())
         return 0
 
-    monkeypatch.setattr(cli, "sweep", sweep)
+    monkeypatch.setattr(command, "sweep", sweep)
     (tmp_path / "s.toml").write_text('input_tokens = [128, "uniform:9:90"]\nconcurrencies = 4\nstream = false\n')
     assert cli.invoke(["sweep", "--config", str(tmp_path / "s.toml")]) == 0
     line = ["sweep", "--input-tokens", "128", "uniform:9:90", "--no-stream", "--concurrency", "4"]
