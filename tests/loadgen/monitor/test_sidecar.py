@@ -104,6 +104,9 @@ def test_a_gpu_library_that_crashes_costs_the_samples_and_no_snapshot(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pynvml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    libraries = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    (tmp_path / "libnvidia-ml.so.1").symlink_to(next(path for path in libraries if "/libc" in path))  # there is one
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     write_manifest(tmp_path)
 
