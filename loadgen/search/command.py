@@ -114,24 +114,24 @@ def search(
     from loadgen.search import live, objective, results
 
     terminal.use(shown)
-    config = live.plain_config(config or ProbeOptions())
+    given = live.plain_config(config or ProbeOptions())
     limits_ms = None if slo is None else objective.parse(slo)
     attain = attain if slo is None else objective.share(slo, "--attain", attain)
     if resume is not None:
         with rundir.measuring(resume, resumed=True):
-            result, config = live.resumed(resume, config, {"slo": limits_ms, "attain": attain, "axis": axis})
+            result, given = live.resumed(resume, given, {"slo": limits_ms, "attain": attain, "axis": axis})
             if budget_minutes is not None:
                 result = result.lasting(live.budget_s(budget_minutes))
-            return _measured(live.Search.checked(config, resume, result), resumed=True)
+            return _measured(live.Search.checked(given, resume, result), resumed=True)
     if limits_ms is None:
         raise ConfigError("--slo is missing; say what the server is to keep, such as --slo ttft_ms=500,tpot_ms=50.")
     options = live.search_options(
-        config, limits_ms, ATTAIN if attain is None else attain,
+        given, limits_ms, ATTAIN if attain is None else attain,
         BUDGET_MINUTES if budget_minutes is None else budget_minutes, axis or "rate",
     )  # fmt: skip
     result = results.SearchResult(version=rundir.package_version(), options=options)
-    one = live.Search.checked(config, config.out or Path("runs") / rundir.new_run_id(), result)
-    with rundir.measuring(one.whole.directory, private=config.dataset is not None, plan=results.FILE):
+    one = live.Search.checked(given, given.out or Path("runs") / rundir.new_run_id(), result)
+    with rundir.measuring(one.whole.directory, private=given.dataset is not None, plan=results.FILE):
         return _measured(one, resumed=False)
 
 
