@@ -20,13 +20,15 @@ that takes its slots over from a warm-up of as many requests? In percent, of thr
 
 changes: is a server that changes its pace named, rightly, and one that does not never? The same server for 5 minutes.
 
-pairs: how often are two runs of equal servers said to differ, and of two of which one is 10 % slower? In percent of the
-pairs: those with an interval, and of these those whose interval leaves 0 out.
+pairs: how often are two runs of equal servers said to differ, and of two of which one is 10 % slower? Each of 200 runs
+beside ten others, since as many pairs again say what chance is in them. In percent of the
+pairs: those with an interval (a dash: in fewer than a twentieth), and of these those whose interval leaves 0 out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -36,13 +38,12 @@ import numpy as np
 
 from loadgen.config import Config
 from loadgen.load.lengths import residual
-from loadgen.report.contrast import SAME, of_bounds
+from loadgen.report.contrast import SAME, of_estimates
 from loadgen.steady import blocks
 from loadgen.steady import changes as detector
 from loadgen.steady import window as steady
-from loadgen.steady.blocks import Bounds
 from loadgen.steady.keeping_up import Flow, judge
-from loadgen.steady.window import Stamps
+from loadgen.steady.window import Estimate, Stamps
 from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 from servers.simulator.virtual import Arrival, simulate_sessions
@@ -139,7 +140,7 @@ def noisy(seed: int, change: queues.Step | None = None) -> queues.Step:
     return step
 
 
-def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.Estimate]:
+def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, Estimate]:
     """What a report tells of the steady window; nothing where there is none."""
     span, _ = steady.find(seen)
     if span is None:
@@ -148,7 +149,7 @@ def estimates(loop: queues.Batches, run: int, seen: Stamps) -> dict[str, steady.
     waits_s = seen.first_s - seen.sent_s
     return {
         "tokens/s": steady.spread_rate(seen.first_s, last_s, tokens, span),
-        "requests/s": steady.rate(seen.done_s, span),
+        "requests/s": steady.law_rate(seen, last_s, tokens, span),
         **steady.bounded(steady.of_sent(waits_s, seen.sent_s, span, {"ttft p50": 0.5, "ttft p99": 0.99})),
     }
 
@@ -184,7 +185,7 @@ def window(runs: int) -> None:
             print(f"| {slots} | {each} | {100 * sum(map(bool, found)) / runs:g} | {columns(found, true)} |", flush=True)
 
 
-def columns(found: list[dict[str, steady.Estimate]], true: dict[str, float]) -> str:
+def columns(found: list[dict[str, Estimate]], true: dict[str, float]) -> str:
     """Of each number: how far off in the mean and at worst, and how often its interval holds the truth."""
     cells = []
     for name, value in true.items():
@@ -271,12 +272,15 @@ def reach(values: list[float], decimals: int) -> str:
 
 
 SHARES = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
-Row = dict[str, tuple[float, Bounds | None]]
+PARTNERS = 10  # runs that each is compared with
+Row = dict[str, Estimate]
 
 
 def values(loop: queues.Batches, run: int, n: int, session_s: float = 0.0) -> Row:
-    """Mean and percentiles of ttft and e2el of a run's first n requests, with intervals as a report has them."""
-    skip, closed = loop.slots or 0, loop.slots is not None  # a closed loop without its first wave, as in its window
+    """Mean and percentiles of ttft and e2el of a run's first n requests, with intervals as a report has them. As in
+    their windows, closed loops are without their first wave, and sessions without the time of the first of them."""
+    skip, closed = loop.slots or 0, loop.slots is not None
+    skip += int(np.searchsorted(loop.sent_s[run], loop.sent_s[run, 0] + session_s)) if session_s else 0
     sent_s, first_s, done_s = (each[run, skip:n] for each in (loop.sent_s, loop.first_s, loop.done_s))
     life_s = float(np.median(done_s - sent_s))
     lasts_s = float(sent_s[-1] - sent_s[0])
@@ -294,14 +298,15 @@ def values(loop: queues.Batches, run: int, n: int, session_s: float = 0.0) -> Ro
             elif count and share is not None and blocks.reaches(share, tail):
                 within = np.bincount(block, weights=times <= value, minlength=count).astype(np.float64)
                 bounds = blocks.of_percentile(np.sort(times), share, counts, within)
-            found[f"{name} {statistic}"] = value, bounds
+            found[f"{name} {statistic}"] = Estimate(value, *bounds, count) if bounds else Estimate(value)
     return found
 
 
 def differ(a: list[Row], b: list[Row], name: str) -> str:
-    found = [of_bounds(*one[name], *other[name]) for one, other in zip(a, b, strict=True)]
+    partners = itertools.product(range(PARTNERS), range(len(a)))
+    found = [of_estimates(a[one][name], b[(one + at) % len(b)][name]) for at, one in partners]
     bounded = [each for each in found if each.difference_ci is not None]
-    if not bounded:
+    if len(bounded) < len(found) / 20:
         return "-"
     said = sum(each.shows != SAME for each in bounded)
     return f"{100 * len(bounded) / len(found):.0f}: {100 * said / len(bounded):.1f}"

@@ -848,6 +848,12 @@ class Config(
         return "embedded" if self.backend is None and self.model is None else "docker"
 
     @property
+    def drains_warmup(self) -> bool:
+        """Whether every warm-up request ends before the load begins. A workload repeats what others measure; of several
+        machines the barrier before t = 0 would empty slots."""
+        return self.drain_warmup or self.workload is not None or self.on is not None
+
+    @property
     def caches_prefixes(self) -> bool:
         """Whether a server that is started or modelled has its prefix cache on. Raises WorkloadError."""
         return self.load.shares if self.prefix_caching is None else self.prefix_caching == "on"

@@ -26,7 +26,6 @@ from loadgen.load.request_body import BodyEdits
 from loadgen.models import Model
 from loadgen.target import Target
 
-LEAST_A_SLOT = 2  # measured requests, for a warm-up to hand its slots over
 MOST_NAMES = 8  # of a server's models, in a message: routers have hundreds
 
 
@@ -90,13 +89,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hands_over(self) -> bool:
-        """Whether the slots of a closed loop go over from the warm-up's requests to measured ones without a drain: it
-        has a request for each slot, so that this takes no more of them, and the load is long beside its start."""
-        load = self.load
-        if self.drain_warmup or load.streams is None or load.streams.seconds or load.in_sessions:
-            return False
-        slots = load.streams.last
-        return self.warmup >= slots and (load.planned is None or load.planned >= LEAST_A_SLOT * slots)
+        """Whether the slots of a closed loop go over from the warm-up's requests to measured ones without a drain."""
+        return not self.drain_warmup and self.load.hands_over(self.warmup)
 
     @property
     def streams(self) -> int:
@@ -301,8 +295,7 @@ def plan_run(
         ),
         load=load,
         warmup=config.warmup,
-        # a workload repeats what others measure; of several machines the barrier before t = 0 would empty slots
-        drain_warmup=config.drain_warmup or config.workload is not None or config.on is not None or backend.pooled,
+        drain_warmup=config.drains_warmup or backend.pooled,
         timeouts=Timeouts(config.connect_timeout, config.first_byte_timeout, config.idle_timeout, config.total_timeout),
         session_header=config.session_header,
         retries=config.retries,

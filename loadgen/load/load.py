@@ -31,6 +31,7 @@ USUAL_PACE_MS = 40.0  # between two tokens of a reply
 ArrivalKind = Literal["burst", "constant", "poisson", "gamma", "ramp", "steps"]
 FORMS = "burst, constant:R, poisson:R, gamma:R:CV, ramp:R0:R1:SECONDS or steps:R@S,R@S,..."
 RAMP_PHASES = 5  # that a ramp is reported in
+LEAST_A_SLOT = 2  # measured requests, for a warm-up to hand its slots over
 
 
 class Stretch(msgspec.Struct, frozen=True):
@@ -413,6 +414,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         life_s = max(1.0, tokens * pace_s)  # over which the events of what came together are spread
         busiest = int(np.unique(due_s // life_s, return_counts=True)[1].max())
         return min(busiest * tokens / life_s, len(due_s) / pace_s)
+
+    def hands_over(self, warmup: int) -> bool:
+        """Whether so many requests of a warm-up can leave the slots of a closed loop to measured ones without a drain:
+        there is one for each slot, so that this takes no more of them, and the load is long beside its start."""
+        if self.streams is None or self.streams.seconds or self.in_sessions:
+            return False
+        slots, planned = self.streams.last, self.planned
+        return warmup >= slots and (planned is None or planned >= LEAST_A_SLOT * slots)
 
     def turns(self) -> Turns | None:
         """The turns of its sessions."""

@@ -105,13 +105,20 @@ def build(
         turns=sessions.by_turn(measured, rules),
         **{name: getattr(manifest, name) for name in ("emulation", "timetable", "launch", "cluster")},
         server_requests=told,
-        stamps=slices.stamps(told, server, summaries),
+        stamps=slices.stamps(told, server, summaries if full is None else _meanwhile(kept, summaries, rules)),
         economics=_economics(manifest, seen, summaries["tpot_ms"], throughput, goodput),
         **stalls.of_client(measured, facts, rules),
         steady=_steady(kept, manifest, rules, silent),
         reply_models=dict(Counter(measured.models.values()).most_common(MOST_MODELS)),
     )
     return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubts))
+
+
+def _meanwhile(kept: Table, summaries: Mapping[str, metrics.Summary], rules: Convention) -> dict[str, metrics.Summary]:
+    """The metrics with the replies of a warm-up that handed its slots over, which a server counts as they end; their
+    first tokens came before."""
+    found = {name: metrics.summary(metrics.sample(kept, name, rules), rules.percentile) for name in METRICS}
+    return {**found, "ttft_ms": summaries["ttft_ms"]}
 
 
 def _judged(numbers: Numbers, listed: list[Finding]) -> Report:

@@ -2,9 +2,9 @@
 
 Where a side is a directory of repeats, the intervals are between runs (`contrast`). Of one run on each side they are
 within the runs: each value has an interval by blocks of its run (`pages/intervals.py`), and that of a difference or a
-ratio follows from the two (`of_bounds`); of a share of failures, Wilson's. Such an interval says how far the choice of
-moments within these two runs can move the number. It must never pass for the noise between one run and the next, and
-the output says so. Where all runs of both sides have a steady window, their numbers are those of the window
+ratio follows from the two (`of_estimates`); of a share of failures, Wilson's. Such an interval says how far the choice
+of moments within these two runs can move the number. It must never pass for the noise between one run and the next,
+and the output says so. Where all runs of both sides have a steady window, their numbers are those of the window
 (`loadgen/steady/window.py`), and the output says that too.
 """
 
@@ -31,7 +31,7 @@ from loadgen.report.contrast import (
     Contrast,
     contrast,
     direction,
-    of_bounds,
+    of_estimates,
     of_runs,
 )
 from loadgen.report.limits import Check, Limit, Measure
@@ -315,11 +315,11 @@ def _within(manifest_a: Manifest, a: _Values, manifest_b: Manifest, b: _Values, 
         a=_side(manifest_a, a.measured),
         b=_side(manifest_b, b.measured),
         metrics={
-            name: {statistic: _of_estimates(of, b.metrics[name][statistic]) for statistic, of in rows.items()}
+            name: {statistic: of_estimates(of, b.metrics[name][statistic]) for statistic, of in rows.items()}
             for name, rows in a.metrics.items()
         },
         failure_ratio=_failures(a.measured, b.measured),
-        throughput={name: _of_estimates(rate, b.rates[name]) for name, rate in a.rates.items() if name in b.rates},
+        throughput={name: of_estimates(rate, b.rates[name]) for name, rate in a.rates.items() if name in b.rates},
         configuration=parts.differing([manifest_a, manifest_b]),
         steady=steady,
         notes=(
@@ -358,13 +358,14 @@ def _whole(manifest: Manifest, table: Table, slos: Mapping[str, float]) -> _Valu
     rows = {name: _row(measured, in_blocks, name, tail) for name in METRICS}
     rates = _rates(measured, slos, full)
     of_rates = intervals.of_rates(measured, in_blocks, rates, slos, manifest.arrival)
-    return _Values(measured, len(in_blocks), rows, {name: _estimate(rates[name], of_rates[name]) for name in rates})
+    known = {name: _estimate(rates[name], of_rates[name], len(in_blocks)) for name in rates}
+    return _Values(measured, len(in_blocks), rows, known)
 
 
 def _row(measured: Table, in_blocks: list[Table], name: str, tail: float) -> dict[str, Estimate | None]:
     summary = metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
     bounds = intervals.of_metric(measured, in_blocks, name, _RULES, repeats.STATISTICS, tail)
-    return {each: _estimate(getattr(summary, each), bounds[each]) for each in repeats.STATISTICS}
+    return {each: _estimate(getattr(summary, each), bounds[each], len(in_blocks)) for each in repeats.STATISTICS}
 
 
 def _window(report: Report, table: Table) -> _Values | None:
@@ -393,15 +394,10 @@ def _window(report: Report, table: Table) -> _Values | None:
     return _Values(measured, len(of_sent), rows, rates)
 
 
-def _estimate(value: float | None, bounds: Bounds | None) -> Estimate | None:
-    return None if value is None else Estimate(value, *(bounds or ()))
-
-
-def _of_estimates(a: Estimate | None, b: Estimate | None) -> Contrast:
-    (value_a, bounds_a), (value_b, bounds_b) = (
-        (None, None) if each is None else (each.value, each.bounds) for each in (a, b)
-    )
-    return of_bounds(value_a, bounds_a, value_b, bounds_b)
+def _estimate(value: float | None, bounds: Bounds | None, blocks: int) -> Estimate | None:
+    if value is None or bounds is None:
+        return None if value is None else Estimate(value)
+    return Estimate(value, *bounds, blocks)
 
 
 def _too_short(a: _Values, b: _Values) -> Iterator[str]:
@@ -442,7 +438,7 @@ def _failures(a: Table, b: Table) -> Contrast:
         return contrast(None, None)
     failed_a, failed_b = (float(1 - table.ok.mean()) for table in (a, b))
     bounds_a, bounds_b = wilson(failed_a, len(a), NORMAL_975), wilson(failed_b, len(b), NORMAL_975)
-    return of_bounds(failed_a, bounds_a, failed_b, bounds_b)
+    return of_estimates(Estimate(failed_a, *bounds_a), Estimate(failed_b, *bounds_b))
 
 
 def _rates(measured: Table, slos: Mapping[str, float], full: slices.FullSlots | None) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ where a and b are the variances of the two means. A difference B - A lies within
 ratio is taken on logarithms: log m has the variance s^2 / (n m^2), so B / A lies within exp(+-t sqrt(a + b)), where a
 and b are those. A side with one run has no spread of its own; the other side's serves for both.
 
-Within runs: of two values with intervals of their own (`of_bounds`).
+Within runs: of two values with intervals of their own (`of_estimates`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from statistics import fmean, stdev, variance
 import msgspec
 
 from loadgen.steady.blocks import Bounds, t_975
+from loadgen.steady.window import Estimate
 
 CONFIDENCE = 0.95
+MANY = 1e9  # degrees of freedom: the normal distribution
+MOST_WITHIN = 12.0  # degrees of freedom of two runs, since neighbouring blocks are a little alike: by experiment
 BETTER, WORSE, SAME, NO_INTERVAL = "B is better", "B is worse", "no difference shown", "no interval"
 
 
@@ -86,18 +89,26 @@ def _times(ratio: float, reach: float) -> Bounds:
     return ratio * math.exp(-reach), ratio * math.exp(reach)
 
 
-def of_bounds(a: float | None, a_ci: Bounds | None, b: float | None, b_ci: Bounds | None) -> Contrast:
+def of_estimates(a: Estimate | None, b: Estimate | None) -> Contrast:
     """Of two values with intervals of their own, which need not lie evenly about them: the squared distances to their
-    ends add up (Zou and Donner 2008), those of a ratio in logarithms."""
-    if a is None or b is None or a_ci is None or b_ci is None:
-        return contrast(a, b)
-    below, above = math.hypot(b - b_ci[0], a_ci[1] - a), math.hypot(b_ci[1] - b, a - a_ci[0])
-    ratio_ci = None
-    if min(a, b, a_ci[0], b_ci[0]) > 0:
-        falls = math.hypot(math.log(b / b_ci[0]), math.log(a_ci[1] / a))
-        rises = math.hypot(math.log(b_ci[1] / b), math.log(a / a_ci[0]))
-        ratio_ci = b / a * math.exp(-falls), b / a * math.exp(rises)
-    return contrast(a, b, (b - a - below, b - a + above), ratio_ci)
+    ends add up (Zou and Donner 2008), those of a ratio in logarithms; each as a standard error, since Student's t has
+    more degrees of freedom in both together (Welch)."""
+    if a is None or b is None or a.bounds is None or b.bounds is None:
+        return contrast(None if a is None else a.value, None if b is None else b.value)
+    (a_low, a_high), (b_low, b_high) = a.bounds, b.bounds
+    freedom_a, freedom_b = (max(1, each.blocks - 1) if each.blocks else MANY for each in (a, b))
+
+    def apart(of_a: float, of_b: float) -> float:
+        variances = (of_a / t_975(freedom_a)) ** 2, (of_b / t_975(freedom_b)) ** 2
+        return _welch(variances, (freedom_a, freedom_b), MOST_WITHIN if a.blocks and b.blocks else MANY)
+
+    below, above = apart(a_high - a.value, b.value - b_low), apart(a.value - a_low, b_high - b.value)
+    difference, ratio_ci = b.value - a.value, None
+    if min(a.value, b.value, a_low, b_low) > 0:
+        falls = apart(math.log(a_high / a.value), math.log(b.value / b_low))
+        rises = apart(math.log(a.value / a_low), math.log(b_high / b.value))
+        ratio_ci = b.value / a.value * math.exp(-falls), b.value / a.value * math.exp(rises)
+    return contrast(a.value, b.value, (difference - below, difference + above), ratio_ci)
 
 
 def _reach(a: Sequence[float], b: Sequence[float], unit_a: float, unit_b: float) -> float | None:
@@ -108,14 +119,18 @@ def _reach(a: Sequence[float], b: Sequence[float], unit_a: float, unit_b: float)
         return None
     counts = (len(a), len(b))
     parts = [(known[0] if spread is None else spread) / n for spread, n in zip(spreads, counts, strict=True)]
-    total = sum(parts)
+    if len(known) == 1:
+        return t_975(max(counts) - 1) * math.sqrt(sum(parts))
+    return _welch((parts[0], parts[1]), (counts[0] - 1, counts[1] - 1))
+
+
+def _welch(variances: tuple[float, float], freedom: tuple[float, float], most: float = MANY) -> float:
+    """Half of the interval of a difference of means that have these variances."""
+    total = sum(variances)
     if total == 0:
         return 0.0
-    if len(known) == 1:
-        freedom: float = max(counts) - 1
-    else:
-        freedom = total**2 / sum(part**2 / (n - 1) for part, n in zip(parts, counts, strict=True))
-    return t_975(freedom) * math.sqrt(total)
+    lost = sum((each / total) ** 2 / n for each, n in zip(variances, freedom, strict=True))
+    return t_975(min(most, 1 / lost)) * math.sqrt(total)
 
 
 def mean_interval(values: Sequence[float]) -> Bounds | None:

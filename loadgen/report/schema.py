@@ -125,13 +125,15 @@ class ServerRequests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class Stamp(msgspec.Struct, frozen=True):
     """One part of a request in the mean, by the server's own clock and, where the client has it too, by the client's.
-    n: requests that the server counted, 0 where it does not say; by: where it says so."""
+    n: requests that the server counted, 0 where it does not say, and client_n: that ended meanwhile by the client; by:
+    where the server says so."""
 
     name: str
     server_ms: float
     client_ms: float | None
     n: int
     by: str
+    client_n: int = 0
 
     @property
     def between_ms(self) -> float | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import metrics
-from loadgen.report.finding import Finding, share
+from loadgen.report.finding import Finding, Severity, share
 from loadgen.report.metrics import Convention, Distribution, Summary, total
 from loadgen.report.schema import Numbers, Sharing
 from loadgen.rundir import Manifest
@@ -25,6 +25,10 @@ from loadgen.rundir.records import Table
 # Where prompts begin alike, both are of the tokens beyond those that the load shares.
 CACHED_WARNING_RATIO = 0.01
 CACHED_INVALID_RATIO = 0.1
+# By the server's own counter, which tells of single tokens. Fewer than a block of any server that caches blocks are
+# first tokens that were drawn alike. One a prompt may be that which all begin with (BOS), which spares a server
+# nothing; but the blocks of a few prompts sum up to as much.
+BLOCK_TOKENS = 16
 OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
 
 
@@ -107,17 +111,31 @@ def _by_server(measured: Table, server: ServerStats, meant: bool) -> Iterator[Fi
         return
     if not hits:
         return
-    meaning = f"no more than {shareable} could be shared" if shareable else "every prompt is meant to be new"
+    severity, meaning = _severity(hits - shareable, int((measured.sent_ns != -1).sum()))
+    if meant:
+        severity, meaning = "warning", "; ttft is that of a warm cache."
+    else:
+        allowed = f"no more than {shareable} could be shared" if shareable else "every prompt is meant to be new"
+        meaning = f", although {allowed}{meaning}."
     yield Finding(
         code="PREFIX_CACHE",
-        severity="warning" if meant else "invalid",
+        severity=severity,
         message=f"The server counted {hits} prompt tokens found in its prefix cache"
         + (f" ({share(hits, queries)} of those looked up)" if queries else "")
-        + ("; ttft is that of a warm cache." if meant else f", although {meaning}."),
+        + meaning,
         advice=OWN_PROMPTS_ADVICE
         if meant
         else "Use another --seed, restart the server, or turn its prefix cache off; let nobody else use it.",
     )
+
+
+def _severity(beyond: int, sent: int) -> tuple[Severity, str]:
+    """How bad it is that the server found so many tokens more than so many prompts may share, and why it is not."""
+    if beyond < BLOCK_TOKENS:
+        return "info", "; fewer than a block move no number"
+    if beyond <= sent:
+        return "warning", "; one a prompt may be a token that all begin with"
+    return "invalid", ""
 
 
 def _as_the_load_allows(code: str, cached: int, shareable: int) -> Finding:

@@ -131,6 +131,7 @@ def _rates(kept: Table, seen: steady.Stamps, span: steady.Span) -> dict[str, ste
                 found[name] = steady.spread_rate(seen.done_s, seen.done_s, nothing, span, weights.astype(np.float64))
     elif (kept.output_tokens[seen.rows] >= 0).all():
         last_s, tokens = flows.cut(seen, kept, span.to_s)
+        found["requests_per_s"] = steady.law_rate(seen, last_s, tokens, span)
         found["output_tokens_per_s"] = steady.spread_rate(seen.first_s, last_s, tokens, span)
         if (prompt_tokens := kept.prompt_tokens[seen.rows]).min(initial=0) >= 0:  # a prompt counts when it is done
             found["total_tokens_per_s"] = steady.spread_rate(
@@ -146,7 +147,8 @@ def full_slots(kept: Table, manifest: Manifest) -> FullSlots | None:
     if not manifest.hands_over or len(sent_ns) < 2 or sent_ns.max() == sent_ns.min():
         return None
     span = steady.Span(float(sent_ns.min()) / 1e9, float(sent_ns.max()) / 1e9, 0)
-    rates = _rates(kept, flows.stamps(kept, manifest), span)
+    as_they_ended = flows.stamps(kept, manifest)._replace(mean_tokens=None)
+    rates = _rates(kept, as_they_ended, span)
     return FullSlots(span.to_s - span.from_s, {name: each.value for name, each in rates.items()})
 
 
@@ -301,20 +303,21 @@ def _summary(column: Column, rules: Convention) -> Summary:
 def stamps(told: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:
     """What the server's own clock says of requests, beside the client's, in the mean: by its replies where they tell,
     else by the histograms of `/metrics`, which hold all requests that it answered meanwhile, those of others too. seen:
-    the client's metrics of all requests."""
+    the client's metrics of all requests that it saw meanwhile."""
     found: dict[str, Stamp] = {}
     if told is not None:
         for name, own in told.metrics.items():
             if own.mean is not None:
                 client = told.client.get(name)
                 named = name.removesuffix("_ms")
-                found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES)
+                found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES, own.n)
     shown = dict(_of_metrics(server))
     client_ms = {name: seen[f"{name}_ms"].mean for name in shown if name in ALIKE}
     if any(own_ms > UNIT_RATIO * (client_ms.get(name) or math.inf) for name, own_ms in shown.items()):
         shown = {}
     for name, own_ms in shown.items():
-        found.setdefault(name, Stamp(name, own_ms, client_ms.get(name), (server and server.ended) or 0, METRICS))
+        ended = (server and server.ended) or 0
+        found.setdefault(name, Stamp(name, own_ms, client_ms.get(name), ended, METRICS, seen["e2el_ms"].n))
     return list(found.values())
 
 
@@ -331,7 +334,7 @@ def _of_metrics(server: ServerStats | None) -> Iterator[tuple[str, float]]:
 def apart(numbers: Numbers) -> Iterator[Finding]:
     """Where the two clocks part by more than they resolve."""
     lag_ms = 0.0 if numbers.client is None else numbers.client.loop_lag_p99_ms or 0.0
-    listed = [stamp for stamp in numbers.stamps if _part(stamp, lag_ms, numbers.requests.ok)]
+    listed = [stamp for stamp in numbers.stamps if _part(stamp, lag_ms)]
     if listed:
         each = "; ".join(f"{s.name} {s.server_ms:.1f} ms, by the client {s.client_ms or 0:.1f}" for s in listed)
         later = sum(stamp.between_ms or 0 for stamp in listed) > 0
@@ -345,8 +348,10 @@ def apart(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _part(stamp: Stamp, lag_ms: float, ok: int) -> bool:
+def _part(stamp: Stamp, lag_ms: float) -> bool:
     """Of histograms only where they hold these requests and no others, whose number is known."""
-    if stamp.between_ms is None or (stamp.by == METRICS and abs(stamp.n - ok) > OTHERS_RATIO * ok):
+    if stamp.between_ms is None or (
+        stamp.by == METRICS and abs(stamp.n - stamp.client_n) > OTHERS_RATIO * stamp.client_n
+    ):
         return False
     return abs(stamp.between_ms) > max(RESOLUTION_MS, lag_ms, RESOLUTION_RATIO * (stamp.client_ms or 0.0))

@@ -3,8 +3,8 @@
 Requests that were under way together are alike, so a run holds about as many independent moments as lives fit into it,
 not as many as it has requests. It is cut by time into up to ten blocks, each long enough to hang little on the one
 before it: two lives of a closed loop, whose requests are always the same many, and three where they arrive by
-themselves, since a queue remembers longer; of sessions also most of one's time. Where too few blocks fit, there is no
-interval: a burst is one moment.
+themselves, since a queue remembers longer; of sessions also most of one's time. Where more blocks fit, they are longer
+too, but for closed loops. Where too few fit, there is no interval: a burst is one moment.
 
 Of a mean, Student's t over the blocks' means. Of a percentile, the same over the shares of the blocks' values that lie
 at or under it, turned back into values (Woodruff 1952): none where that reaches beyond the largest value, or where less
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 MOST = 10
 LIVES_CLOSED, LEAST_CLOSED = 2.0, 3  # lives a block, and blocks
 LIVES, LEAST = 3.0, 4
-SESSIONS = 0.75  # sessions a block, at the least: who is in a conversation now was so a while ago
+SESSIONS, LEAST_SESSIONS = 0.75, 3  # sessions a block: who is in a conversation now was so a while ago
+GROWS, GROWS_SESSIONS = 0.75, 0.5  # blocks more for one that fits more: in a longer run they are longer too
 MOMENTS_BEYOND = 1.5  # of arrivals, independent moments beyond a percentile, at the least
 BEYOND = 5.0  # independent values beyond a percentile, at the least
 FLOOR = 0.5  # of the variance that independent values would have: blocks that are alike by chance
@@ -37,16 +38,18 @@ Bounds = tuple[float, float]
 
 
 def t_975(freedom: float) -> float:
-    """Rounded down to whole degrees of freedom, so the interval is too wide rather than too narrow."""
-    whole = max(1, math.floor(freedom + 1e-9))  # n - 1 may come out a rounding error short
-    return T_975[whole - 1] if whole <= len(T_975) else NORMAL_975
+    """Between whole degrees of freedom on a straight line, so the interval is too wide rather than too narrow."""
+    return NORMAL_975 if freedom > len(T_975) else float(np.interp(freedom, range(1, len(T_975) + 1), T_975))
 
 
 def count(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> int:
     """Into how many blocks that time is cut; 0 where there are too few. life_s: of the usual request; session_s: of the
     usual session, where requests are turns of some."""
-    most = int(min(MOST, moments(lasts_s, life_s, closed=closed, session_s=session_s)))
-    return most if lasts_s > 0 and most >= (LEAST_CLOSED if closed else LEAST) else 0
+    found = moments(lasts_s, life_s, closed=closed, session_s=session_s)
+    least, grows = (LEAST_CLOSED, 1.0) if closed else (LEAST, GROWS)
+    if SESSIONS * session_s > life_s * LIVES:
+        least, grows = LEAST_SESSIONS, GROWS_SESSIONS
+    return int(min(MOST, least + grows * (found - least))) if lasts_s > 0 and found >= least else 0
 
 
 def moments(lasts_s: float, life_s: float, *, closed: bool, session_s: float = 0.0) -> float:

@@ -132,7 +132,7 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     prompt_tokens = np.maximum(np.where(counted >= 0, counted, asked), 0).astype(np.float64)
     return Stamps(
         rows, sent_s, first_s, last_s, done_s, tokens, slots(manifest.arrival), prompt_tokens, session_s(measured),
-        handed_s,
+        handed_s, _mean_tokens(manifest, tokens, measured.asked_tokens[rows]),
     )  # fmt: skip
 
 
@@ -170,12 +170,14 @@ def _rate_per_s(arrival: str) -> float | None:
 
 def _mean_tokens(manifest: Manifest, tokens: NDArray[np.float64], asked: NDArray[np.int64]) -> float | None:
     """The mean of the law that replies were drawn by; None where there is none, or replies were not as asked."""
-    text, others = manifest.config.get("output_tokens"), ("dataset", "trace", "workload")
+    text, thinking = (manifest.config.get(name) for name in ("output_tokens", "thinking_tokens"))
+    others = ("dataset", "trace", "workload")
     if not isinstance(text, str | int) or any(manifest.config.get(name) for name in others) or not asked.any():
         return None
     if abs(tokens - asked).sum() > AS_ASKED_RATIO * asked.sum():
         return None
-    return _law_mean(str(text))
+    means = [_law_mean(str(each)) for each in (text, thinking) if each is not None]
+    return None if None in means else sum(each for each in means if each is not None)
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,9 +2,10 @@
 
 The window begins after two lives of the requests that met an empty server (the first of each slot of a closed loop, or
 the first eighth of the arrivals; the life of nine in ten of them), since the first wave of a closed loop leaves a
-second one behind it, and not before the point from which the mean of the token rate, or that of the waits for a first
-token, is known best (MSER, White 1997: the least variance of the mean over what is left). Slots that a warm-up handed
-over are full from the first measured request on. It ends when the last request was sent, where the drain begins. There
+second one behind it; of sessions not before the usual one has ended, since until then fewer go on; and not before the
+point from which the mean of the token rate, or that of the waits for a first token, is known best (MSER, White 1997:
+the least variance of the mean over what is left). Slots that a warm-up handed over are full from the first measured
+request on. It ends when the last request was sent, or about when the last session began, where the drain begins. There
 is no window where this leaves less than a third of the time, or less than two lives, or few requests.
 
 Rates count the requests that ended in the window, and the tokens that came in it: those of a reply as if they came
@@ -39,7 +40,7 @@ class Stamps(NamedTuple):
     table. tokens: of each reply. slots: of a closed loop; None where requests arrive by themselves. prompt_tokens:
     of each request, 0 where nobody knows. session_s: how long the usual session lasts; 0 where there are none.
     filled_s: when the first slot was taken over from a warm-up that had filled all of them; None: the load met an
-    empty server."""
+    empty server. mean_tokens: of the law that replies were drawn by; None where there is none."""
 
     rows: NDArray[np.int64]
     sent_s: Floats
@@ -51,14 +52,16 @@ class Stamps(NamedTuple):
     prompt_tokens: Floats | float = 0.0
     session_s: float = 0.0
     filled_s: float | None = None
+    mean_tokens: float | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A value and its 95 % interval; None where too little was measured."""
+    """A value and its 95 % interval, by so many blocks (0: by none); None where too little was measured."""
 
     value: float
     low: float | None = None
     high: float | None = None
+    blocks: int = 0
 
     @property
     def bounds(self) -> blocks.Bounds | None:
@@ -92,18 +95,20 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
     begin_s, end_s = float(seen.sent_s[0]) if seen.filled_s is None else seen.filled_s, float(seen.sent_s[-1])
     if end_s <= begin_s or seen.first_s.min() >= end_s:
         return None, "all requests were sent at once"
+    sends_s, session_s = end_s - begin_s, seen.session_s
+    end_s -= session_s  # about when the last of them began
     lives_s = seen.done_s - seen.sent_s
-    alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))
-    fills_s = FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9)) if seen.filled_s is None else 0.0
-    filled_s = begin_s + fills_s
-    start_s = max(not_before_s, filled_s, steadied_s(seen, begin_s, end_s))
-    life_s = float(np.median(lives_s))
-    sent = int(np.count_nonzero(seen.sent_s >= start_s))
+    life_s, fills_s = float(np.median(lives_s)), 0.0
+    if seen.filled_s is None:
+        alone = seen.slots or max(8, int(np.searchsorted(seen.sent_s, begin_s + (end_s - begin_s) / 8)))
+        fills_s = max(FILL_LIVES * float(np.quantile(lives_s[:alone], 0.9)), session_s)
+    lasts_s = max(fills_s / (1 - LEAST_RATIO), fills_s + LEAST_LIVES * life_s)
+    if lasts_s > end_s - begin_s:
+        requests = math.ceil(n * (lasts_s + session_s) / sends_s / 10) * 10
+        return None, f"the run is too short: about {requests:,} requests would do"
+    start_s = max(not_before_s, begin_s + fills_s, steadied_s(seen, begin_s, end_s))
+    sent = int(np.count_nonzero((seen.sent_s >= start_s) & (seen.sent_s <= end_s)))
     if end_s - start_s < max(LEAST_LIVES * life_s, LEAST_RATIO * (end_s - begin_s)) or sent < LEAST_REQUESTS:
-        lasts_s = max(fills_s / (1 - LEAST_RATIO), fills_s + LEAST_LIVES * life_s)
-        if lasts_s > end_s - begin_s:
-            requests = math.ceil(n * lasts_s / (end_s - begin_s) / 10) * 10
-            return None, f"the run is too short: about {requests:,} requests would do"
         return None, "it was still changing, or too few requests were sent after its start"
     return _cut(seen, start_s, end_s, life_s), ""
 
@@ -168,6 +173,25 @@ def rate(at_s: Floats, span: Span) -> Estimate:
     return _estimate(float(per_s.mean()), per_s)
 
 
+def law_rate(seen: Stamps, last_s: Floats, tokens: Floats, span: Span) -> Estimate:
+    """The same of requests of a closed loop, as the law of their lengths has them. last_s and tokens: of the replies,
+    cut at the end of the window.
+
+    How many end in a short window hangs on the lengths that were drawn, and far more on them than on the server. What
+    it gives in tokens does not, and so that is counted in replies of the mean length, as far as the time of a request
+    goes with its tokens: none of it where the server gave a reply at once."""
+    ended = rate(seen.done_s, span)
+    if seen.slots is None or seen.session_s or not seen.mean_tokens:
+        return ended
+    edges_s = span.edges_s()
+    sent = (seen.sent_s >= span.from_s) & (seen.sent_s <= span.to_s)
+    by_tokens = float((seen.last_s - seen.first_s)[sent].sum() / max(1e-9, (seen.done_s - seen.sent_s)[sent].sum()))
+    counted = np.histogram(seen.done_s, edges_s)[0]
+    in_replies = spread(seen.first_s, last_s, tokens, edges_s) / seen.mean_tokens
+    per_s = (counted + by_tokens * (in_replies - counted)) / np.diff(edges_s)
+    return _estimate(float(per_s.mean()), per_s)
+
+
 def spread_rate(
     begin_s: Floats, end_s: Floats, weights: Floats, span: Span, at_begin: Floats | None = None
 ) -> Estimate:
@@ -201,8 +225,8 @@ def of_sent(values: Floats, sent_s: Floats, span: Span, statistics: Mapping[str,
         else:
             within = np.bincount(block[inside <= value], minlength=cut).astype(np.float64)
             between = blocks.shares(share, counts, within) if blocks.reaches(share, span.tail_moments) else None
-            bounds = () if between is None else (_quantile(ascending, each) for each in between)
-            found[name] = Estimate(value, *bounds)
+            bounds = () if between is None else tuple(_quantile(ascending, each) for each in between)
+            found[name] = Estimate(value, *bounds, blocks=span.blocks) if bounds else Estimate(value)
     return found
 
 
@@ -220,4 +244,4 @@ def _quantile(ascending: Floats, share: float) -> float:
 def _estimate(value: float, each: Floats) -> Estimate:
     """each: of the blocks."""
     reach = blocks.mean_reach(each)
-    return Estimate(value) if reach is None else Estimate(value, max(0.0, value - reach), value + reach)
+    return Estimate(value) if reach is None else Estimate(value, max(0.0, value - reach), value + reach, len(each))

@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, Placeme
 from loadgen.document import html
 from loadgen.load.choices import Shared
 from loadgen.load.datasets import Dataset
+from loadgen.load.lengths import residual
 from loadgen.load.load import Load
 from loadgen.load.shapes import Shapes, TraceShapes
 from loadgen.load.turns import Turns
@@ -49,8 +50,8 @@ COUNTED_TOGETHER = 4096  # requests
     "backend", "model", "workload", "requests", "duration", "input_tokens", "output_tokens", "arrival", "concurrency",
     "prefix", "sessions", "turns", "think_time", "first_tokens", "thinking_tokens", "subagents", "context_tokens",
     "cancel", "adapters", "priority", "trace", "trace_format", "trace_speed", "trace_limit", "trace_from",
-    "trace_block_tokens",
-    "dummy_weights", "warmup", "dataset", "repeat_dataset", "tokenizer", "seed", "goodput", "gpu_hour_price", "out",
+    "trace_block_tokens", "dummy_weights", "warmup", "drain_warmup", "dataset", "repeat_dataset", "tokenizer", "seed",
+    "goodput", "gpu_hour_price", "out",
     *names(PlacementOptions),
     *(name for name in names(ModelledOptions) if name != "speed"),
 )  # fmt: skip
@@ -59,7 +60,7 @@ class PredictOptions(Config):
 
 
 CLIENT_ONLY = (  # of a client and its wire, and of real time: a prediction has none of them
-    "vocab_size", "warmup_load", "drain_warmup", "stop_when_overloaded", "stream", "workers", "on", "nodes",
+    "vocab_size", "warmup_load", "stop_when_overloaded", "stream", "workers", "on", "nodes",
     "transport", "connect", "kernel_timestamps", "api_key_env", "header", "session_header", "ca", "insecure",
     "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout", "metrics_url", "metrics_port", "speed",
     "repeat", "retries", "batch_size", "images",
@@ -97,7 +98,7 @@ def predict(
         terminal.note(f"note: of the {source} these are not sent: {load.left_out}.")
     for note in load.notes:
         terminal.note(f"note: of the trace: {note}.")
-    sent = requests(load, shapes)
+    sent, warm_up = requests(load, shapes), filling(config, load, shapes)
     run_id = rundir.new_run_id()
     directory = config.out or Path("runs") / run_id
     hardware = Hardware(**embedded.modelled(config))
@@ -114,9 +115,9 @@ def predict(
             terminal.note(f"note: {note}; predicted so{', but for prompts of later turns' if load.sessions else ''}.")
     with rundir.measuring(directory, private=config.dataset is not None):
         with uncollected():
-            outcomes = play(emulated, load, sent)
+            outcomes = play(emulated, load, sent, warm_up)
         terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
-        run_manifest = manifest(config, load, emulated, run_id, len(outcomes), _prompts(config))
+        run_manifest = manifest(config, load, emulated, run_id, len(outcomes) - len(warm_up), _prompts(config))
         del sent, emulated  # the report needs the memory
         written = write(directory, run_manifest, outcomes, shapes, load.turns(), Asked.of(load))
     return cli.report_one(directory, "loadgen", written=written)
@@ -231,6 +232,17 @@ def _requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
+def filling(config: Config, load: Load, shapes: Shapes) -> list[Arrival]:
+    """The warm-up that hands its slots over: its first requests ask for what is left of replies at some moment of a
+    steady loop. Empty for one that drains, which leaves an idle server, as a prediction begins with."""
+    if load.streams is None or config.drains_warmup or not load.hands_over(config.warmup):
+        return []
+    asked, slots = [shapes.shape(number) for number in range(config.warmup)], load.streams.last
+    left = residual([shape.output_tokens for shape in asked[:slots]])
+    outputs = (*left, *(shape.output_tokens for shape in asked[slots:]))
+    return [Arrival(0.0, shape.prompt_tokens, tokens) for shape, tokens in zip(asked, outputs, strict=True)]
+
+
 def longest_request_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
     """Prompt and reply of the longest request, at the most. Raises WorkloadError where nothing bounds it."""
     if isinstance(sent, list):
@@ -246,13 +258,15 @@ def _looked_at(load: Load, dataset: Dataset) -> range:
     return range(load.requests or len(dataset) if load.planned is None else load.planned)
 
 
-def play(emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival]) -> list[Outcome]:
+def play(
+    emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival], warm_up: Sequence[Arrival] = ()
+) -> list[Outcome]:
     """Raises EmulationError."""
     if (turns := load.turns()) is not None:
         assert isinstance(sent, list)  # time ends no sessions
         return simulate_sessions(emulated, sent, turns, load.streams)
     until_s = math.inf if load.duration_s is None else load.duration_s
-    return simulate(emulated, sent, load.streams, until_s, load.cancels())
+    return simulate(emulated, sent, load.streams, until_s, load.cancels(), warm_up)
 
 
 def _length(config: Config, longest: int) -> int:
@@ -282,9 +296,10 @@ def write(
     can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
     caches = run_manifest.emulation is None or run_manifest.emulation.prefix_caching
-    asked = asked or Asked()
-    adapters = {shapes.id(each.index): name for each in outcomes if (name := asked.adapter(each.index))}
-    priorities = {shapes.id(each.index): value for each in outcomes if (value := asked.priority(each.index))}
+    asked, measured = asked or Asked(), [each for each in outcomes if each.index >= 0]
+    adapters = {shapes.id(each.index): name for each in measured if (name := asked.adapter(each.index))}
+    priorities = {shapes.id(each.index): value for each in measured if (value := asked.priority(each.index))}
+    del measured  # outcomes are let go of
     table = record_table(outcomes, shapes, turns, caches=caches)
     table = dataclasses.replace(table, adapters=adapters, priorities=priorities)
     gc.collect()  # empties Python's lists of freed objects as well: a few of them keep hundreds of MB from the system
@@ -300,7 +315,7 @@ def write(
         wall_s=wall_s,
         cpu_s=0.0,
         cpu_peak_ratio=0.0,
-        events=int(table.events.sum()),
+        events=int(table.measured().events.sum()),
         connections=0,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         loop_lag_p50_ms=0.0,
@@ -324,20 +339,21 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
     failed = {each.index: each.dropped or f"status {each.status} (emulated)" for each in outcomes if each.status != 200}
     given_up = [each.abandoned for each in outcomes]
     tokens = _tokens(outcomes)
-    numbers = index.tolist()
+    numbers, warms = index.tolist(), index < 0
+    ids = [shapes.id(number) if number >= 0 else number + int(warms.sum()) for number in numbers]
     came, sent = tokens.counts > 0, status != -1
     abandoned = np.fromiter(given_up, np.bool_, count)
     whole = came & ~abandoned
     session = turn = np.full(count, -1)
     if turns is not None:
         session, turn = np.array([turns.place(number) for number in numbers], np.int64).reshape(-1, 2).T
-    shared_tokens = _shared_tokens(shapes)
-    shared = [shared_tokens(number) if sends else 0 for number, sends in zip(numbers, sent.tolist(), strict=True)]
+    shared_tokens, shares = _shared_tokens(shapes), (sent & ~warms).tolist()
+    shared = [shared_tokens(number) if may else 0 for number, may in zip(numbers, shares, strict=True)]
     first_ns, last_ns = (np.where(came, 1000 * at_us, -1) for at_us in (tokens.first_us, tokens.last_us))
     if max(np.abs(begun_ns).max(initial=0), last_ns.max(initial=0)) > records.MOST_NS:
         raise records.RecordsError(f"This cannot be recorded: {records.FAR}.")
     return records.Table(
-        id=np.array([shapes.id(number) for number in numbers], np.int64),
+        id=np.array(ids, np.int64),
         scheduled_ns=begun_ns,
         sent_ns=np.where(sent, begun_ns, -1),
         headers_ns=first_ns,
@@ -360,10 +376,10 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
             [OUTCOMES.index("abandoned"), OUTCOMES.index("ok"), OUTCOMES.index("http_error")],
             OUTCOMES.index("dropped"),
         ).astype(np.int8),
-        phase=np.full(count, records.PHASES.index("measured"), np.int8),
+        phase=np.where(warms, *map(records.PHASES.index, ("warmup", "measured"))).astype(np.int8),
         itl_us=tokens.gaps_us,
         itl_offsets=np.concatenate(([0], np.cumsum(np.maximum(tokens.counts - 1, 0)))),
-        errors={shapes.id(number): why for number, why in failed.items()},
+        errors={shapes.id(number): why for number, why in failed.items() if number >= 0},
         afters={} if turns is None else {shapes.id(each): of for each in numbers if (of := turns.after(each))},
     )
 
@@ -388,7 +404,7 @@ def _tokens(outcomes: list[Outcome]) -> _Tokens:
     while outcomes:
         together = outcomes[: -COUNTED_TOGETHER - 1 : -1]
         del outcomes[-COUNTED_TOGETHER:]
-        times_us = (np.frombuffer(b"".join([each.times_s for each in together])) * 1e6).astype(np.int64)
+        times_us = np.floor(np.frombuffer(b"".join([each.times_s for each in together])) * 1e6).astype(np.int64)
         rows = row + np.flatnonzero(counts[row : row + len(together)])
         ends = np.cumsum(counts[rows])
         begins = ends - counts[rows]

@@ -50,8 +50,8 @@ Sent = Arrival | tuple[float, int, int]
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. `output`: what it asked for, `given`: what the server makes of that. `times_s`: when each of its
-    tokens came; empty when the server refused it with `status`.
+    """One request. `index`: its number; of a warm-up below 0. `output`: what it asked for, `given`: what the server
+    makes of that. `times_s`: when each of its tokens came; empty when the server refused it with `status`.
     `cached_tokens`: of its prompt, what the prefix cache had when it was first scheduled. `dropped`: why it was never
     sent; it then has no status, and `sent_s` is when that was clear. `abandoned`: its client gave it up, at its last
     token here."""
@@ -86,12 +86,14 @@ def simulate(
     streams: Streams | None = None,
     until_s: float = math.inf,
     cancels: Cancels | None = None,
+    warm_up: Several[Sent] = (),
 ) -> list[Outcome]:
     """Runs all of `arrivals`, or (seconds, prompt tokens, output tokens), in order of time. In a closed loop of
     `streams` their times do not matter: the next is sent when one has ended, or when a ramp begins a stream, and none
-    from `until_s` on, so that there may be arrivals without end. cancels: which of them
-    their clients give up, by their numbers. A token has come when the server sent it; the way to the client is a part
-    of the front end's latency. Raises EmulationError where the server keeps a request and never ends it."""
+    from `until_s` on, so that there may be arrivals without end. cancels: which of them their clients give up, by their
+    numbers. warm_up: of a closed loop, whose slots the others take over from 0 s on, once each has begun. A token has
+    come when the server sent it; the way to the client is a part of the front end's latency. Raises EmulationError
+    where the server keeps a request and never ends it."""
     outcomes: list[Outcome] = []
     # when each stream of a closed loop is free: an ascending list is a heap
     freed = [] if streams is None else [streams.start_s(stream) for stream in range(streams.most)]
@@ -109,11 +111,11 @@ def simulate(
     given_up: dict[int, int] = {}  # by the request's number, the token at which its client leaves
     engine: Engine | _Abandoned = emulated.engine(deliver, tokens.of)
     if cancels is not None:
-        engine = _Abandoned(emulated, deliver, cancels, freed, given_up)
+        engine = _Abandoned(emulated, deliver, (cancels, len(warm_up)), freed, given_up)
 
     def send(at_s: float, arrival: Sent) -> None:
         sequence = Sequence(len(outcomes), *arrival[1:])
-        outcome = Outcome(sequence.index, sequence.prompt, sequence.output, at_s)
+        outcome = Outcome(sequence.index - len(warm_up), sequence.prompt, sequence.output, at_s)
         outcomes.append(outcome)
         try:
             engine.submit(sequence, at_s)
@@ -127,16 +129,53 @@ def simulate(
         for arrival in arrivals:
             send(arrival[0], arrival)
     else:
-        for at_s, arrival in _as_freed(engine, arrivals, streams, freed):
-            if at_s >= until_s:
-                break
+        feed = _handed_over(engine, (warm_up, arrivals), outcomes, tokens, freed) if warm_up else arrivals
+        for at_s, arrival in _until(_as_freed(engine, feed, streams, freed), until_s, len(warm_up)):
             send(at_s, arrival)
     engine.advance(math.inf)
     tokens.sort()
+    _begin_after(outcomes, len(warm_up))
     _cut(outcomes, given_up)
     if any(map(_lacks, outcomes)):
         raise _stuck(outcomes)
     return outcomes
+
+
+def _handed_over(
+    engine: Engine | _Abandoned, sent: tuple[Several[Sent], Iterable[Sent]], outcomes: list[Outcome], tokens: _Tokens,
+    freed: list[float],
+) -> Iterator[Sent]:  # fmt: skip
+    """First a warm-up, then, once each of its requests has its first token, the others. freed: as of `_as_freed`."""
+    yield from sent[0]
+    while engine.next_s() < math.inf:
+        tokens.sort()
+        if all(each.times_s or each.status != 200 for each in outcomes):
+            break
+        engine.advance(engine.next_s())
+    ready_s = max((each.times_s[0] for each in outcomes if each.times_s), default=0.0)
+    engine.advance(ready_s)
+    freed[:] = [max(at_s, ready_s) for at_s in sorted(freed)]
+    yield from sent[1]
+
+
+def _until(feed: Iterable[tuple[float, Sent]], until_s: float, warm_up: int) -> Iterator[tuple[float, Sent]]:
+    """Those that are sent before then, from the first on that comes after so many."""
+    begin_s = 0.0
+    for number, (at_s, arrival) in enumerate(feed):
+        if number and number == warm_up:
+            begin_s = at_s
+        if at_s - begin_s >= until_s:
+            return
+        yield at_s, arrival
+
+
+def _begin_after(outcomes: list[Outcome], warm_up: int) -> None:
+    """Counts all times from when the first was sent that comes after so many."""
+    begin_s = outcomes[warm_up].sent_s if 0 < warm_up < len(outcomes) else 0.0
+    for outcome in outcomes if begin_s else ():
+        outcome.sent_s -= begin_s
+        if outcome.times_s:
+            np.frombuffer(outcome.times_s)[:] -= begin_s
 
 
 def _cut(outcomes: list[Outcome], given_up: dict[int, int]) -> None:
@@ -154,14 +193,16 @@ class _Abandoned:
         self,
         emulated: Emulated,
         deliver: Callable[[list[Sequence], float, float], None],
-        cancels: Cancels,
+        cancels: tuple[Cancels, int],
         freed: list[float],
         given_up: dict[int, int],
     ) -> None:
-        """freed: a heap of when clients leave, which free a stream of a closed loop. given_up: filled as requests are
-        sent, by their numbers, with the token at which each is left."""
+        """cancels: of requests after so many, which are a warm-up's. freed: a heap of when clients leave, which free a
+        stream of a closed loop. given_up: filled as requests are sent, by their places, with the token at which
+        each is left."""
         self._engine = emulated.engine(self._delivered)  # step by step: each token is looked at
-        self._deliver, self._cancels, self._freed, self._given_up = deliver, cancels, freed, given_up
+        self._cancels, self._warm_up = cancels
+        self._deliver, self._freed, self._given_up = deliver, freed, given_up
         self._leaving: list[tuple[float, int, Sequence]] = []  # a heap
 
     @property
@@ -187,7 +228,8 @@ class _Abandoned:
         """Raises Rejected."""
         self.advance(at_s)
         self._engine.submit(sequence, at_s)
-        if (token := self._cancels.token(sequence.index, sequence.output)) is not None:
+        number = sequence.index - self._warm_up
+        if number >= 0 and (token := self._cancels.token(number, sequence.output)) is not None:
             self._given_up[sequence.index] = token
 
     def _delivered(self, emits: list[Sequence], first_s: float, gap_s: float) -> None:
@@ -419,6 +461,7 @@ def manifest(
         arrival=load.when,
         left_out=load.left_out,
         phases=tuple(load.phases()),
+        hands_over=not config.drains_warmup and load.hands_over(config.warmup),
         machine=rundir.this_machine(),
         dataset_prompts=dataset_prompts,
         emulation=emulated.facts,

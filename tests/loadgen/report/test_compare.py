@@ -12,10 +12,12 @@ import pytest
 from loadgen import rundir
 from loadgen.document import terminal
 from loadgen.report import compare
+from loadgen.report.contrast import of_estimates
 from loadgen.report.metrics import METRICS
 from loadgen.report.pages import compare as page
 from loadgen.report.pages import parts
 from loadgen.rundir.records import Table, table
+from loadgen.steady.window import Estimate
 from tests.loadgen.report.test_metrics import HAND
 from tests.loadgen.tables import failure, manifest, request
 
@@ -215,3 +217,18 @@ def test_the_interval_of_a_rates_difference_is_as_wide_as_that_of_its_ratio() ->
 def test_throughput_of_a_run_that_gave_nothing_has_no_interval() -> None:
     change = rate(closed_loop(1), replace(closed_loop(2), output_tokens=np.full(400, -1)))
     assert (change.b, change.difference_ci) == (None, None)
+
+
+def test_two_intervals_of_few_blocks_have_the_freedom_of_both() -> None:
+    """Four blocks each, standard errors of 1: Student's t of six degrees of freedom, and of three where one side is all
+    of the noise; and the normal distribution where the sides are shares of many."""
+    t_3, t_6 = 3.182, 2.447
+    even = of_estimates(Estimate(10, 10 - t_3, 10 + t_3, 4), Estimate(20, 20 - t_3, 20 + t_3, 4))
+    assert even.difference_ci == pytest.approx((10 - t_6 * 2**0.5, 10 + t_6 * 2**0.5))
+    one_sided = of_estimates(Estimate(10, 10, 10, 4), Estimate(20, 20 - t_3, 20 + t_3, 4))
+    assert one_sided.difference_ci == pytest.approx((10 - t_3, 10 + t_3))
+    many = of_estimates(Estimate(10, 7, 13), Estimate(20, 16, 24))
+    assert many.difference_ci == pytest.approx((5, 15))
+    skewed = of_estimates(Estimate(10, 8, 18), Estimate(20, 14, 21))
+    assert skewed.difference_ci == pytest.approx((0, 10 + 5**0.5)) and skewed.ratio_ci is not None
+    assert of_estimates(Estimate(10), Estimate(20, 19, 21, 4)).shows is None

@@ -455,13 +455,29 @@ def test_a_server_that_saw_nothing_wrong() -> None:
 
 def test_a_prefix_cache_that_found_anything() -> None:
     dataset = manifest(config={"dataset": "prompts.jsonl"})
-    assert severities(server=own_view(prefix_cache_hits=16)) == {"PREFIX_CACHE": "invalid"}
-    assert severities(server=own_view(prefix_cache_hits=16, prefix_cache_queries=None)) == {"PREFIX_CACHE": "invalid"}
+    uncounted = own_view(prefix_cache_hits=CLEAN + 1, prefix_cache_queries=None)
+    assert severities(server=uncounted) == {"PREFIX_CACHE": "invalid"}
     assert severities(server=own_view(prefix_cache_hits=30_000), run=dataset) == {"PREFIX_CACHE": "warning"}
     seen = ServerView(server=own_view(prefix_cache_hits=10_000))
     built = build.build(manifest(), clean(), [facts()], seen=seen)
     assert "10000 prompt tokens found in its prefix cache (25.0 % of those" in built.verdict.findings[0].message
     assert built.verdict.valid is False
+
+
+@pytest.mark.parametrize(
+    ("hits", "severity", "words"),
+    [
+        (1, "info", "every prompt is meant to be new; fewer than a block move no number."),  # two drawn alike
+        (15, "info", "fewer than a block"),
+        (16, "warning", "one a prompt may be a token that all begin with."),  # a block, or sixteen such tokens
+        (CLEAN, "warning", "one a prompt"),
+        (CLEAN + 1, "invalid", "although every prompt is meant to be new."),
+    ],
+)
+def test_single_tokens_are_no_warm_cache(hits: int, severity: str, words: str) -> None:
+    seen = ServerView(server=own_view(prefix_cache_hits=hits))
+    (found,) = build.build(manifest(), clean(), [facts()], seen=seen).verdict.findings
+    assert (found.code, found.severity) == ("PREFIX_CACHE", severity) and words in found.message
 
 
 def shared(tokens: int, cached: int | None = None) -> Table:
@@ -484,7 +500,13 @@ def test_hits_that_the_load_allows_explain_and_others_count_as_ever() -> None:
     assert severities(shared(500, cached=521)) == {"CACHED_TOKENS": "warning"}
     assert severities(shared(500, cached=700)) == {"CACHED_TOKENS": "warning"}
     assert severities(shared(500, cached=701)) == {"CACHED_TOKENS": "invalid"}
-    for hits, severity in ((0, "info"), (16, "info"), (1_000_000, "info"), (1_000_001, "invalid")):
+    for hits, severity in (
+        (0, "info"),
+        (16, "info"),
+        (1_000_015, "info"),
+        (1_000_016, "warning"),
+        (1_004_001, "invalid"),
+    ):
         assert severities(shared(500), server=own_view(prefix_cache_hits=hits)) == {"PREFIX_CACHE": severity}
     assert severities(shared(500), server=own_view(prefix_cache_hits=None)) == {}
     unseen = own_view(covered=False)  # the hits may have come where nobody looked
@@ -504,16 +526,15 @@ def test_what_a_shared_load_says() -> None:
     assert "40.0 % of the prompt tokens from its prefix cache, of which the load shares 25.0 %" in (
         first(shared(500, cached=800)).message
     )
-    assert "although no more than 1000000 could be shared." in first(shared(500), 1_000_001).message
+    assert "although no more than 1000000 could be shared." in first(shared(500), 1_004_001).message
 
 
 def test_what_was_not_sent_could_not_be_shared() -> None:
     sent = clean().sent_ns.copy()
     sent[-1] = -1
     records = replace(with_outcome("dropped", 1, shared(500)), sent_ns=sent)
-    found = severities(records, server=own_view(prefix_cache_hits=999_501))
-    assert found["PREFIX_CACHE"] == "invalid"
-    assert severities(records, server=own_view(prefix_cache_hits=999_500))["PREFIX_CACHE"] == "info"
+    for hits, severity in ((999_500, "info"), (999_515, "info"), (999_516, "warning"), (1_003_500, "invalid")):
+        assert severities(records, server=own_view(prefix_cache_hits=hits))["PREFIX_CACHE"] == severity
 
 
 def test_preemptions_against_the_requests() -> None:

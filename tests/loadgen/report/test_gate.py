@@ -136,9 +136,9 @@ def test_intervals_between_runs_by_hand() -> None:
     assert change.ratio == pytest.approx(1.2)
     reach = 2.776 * np.sqrt(2 * 0.01**2 / 3)  # both: s = 1 %, n = 3; 4 degrees of freedom, t = 2.776
     assert change.ratio_ci == pytest.approx([1.2 * np.exp(-reach), 1.2 * np.exp(reach)])
-    # variances 0.01 / 3 and 0.0144 / 3; 3.87 degrees of freedom, rounded down to 3: t = 3.182
-    apart = 3.182 * np.sqrt((0.01 + 0.0144) / 3)
-    assert change.difference_ci == pytest.approx([2 - apart, 2 + apart])
+    # variances 0.01 / 3 and 0.0144 / 3; 3.874 degrees of freedom, between 3 and 4: t = 2.8272
+    apart = 2.827148 * np.sqrt((0.01 + 0.0144) / 3)
+    assert change.difference_ci == pytest.approx([2 - apart, 2 + apart], rel=1e-5)
     assert mean_interval([9.9, 10, 10.1]) == pytest.approx([10 - 4.303 * 0.1 / 3**0.5, 10 + 4.303 * 0.1 / 3**0.5])
     assert mean_interval([1]) is None
     assert of_runs([1], [2]).difference_ci is None

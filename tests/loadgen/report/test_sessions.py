@@ -257,7 +257,7 @@ def test_a_cache_that_holds_what_was_said_is_explained_once() -> None:
     found = findings_of(report(rows, hits=128))
     assert found["CACHED_TOKENS"].severity == "info" and "PREFIX_CACHE" not in found
     assert "took 128 of the 160 prompt tokens" in found["CACHED_TOKENS"].message
-    assert findings_of(report(rows, hits=161))["PREFIX_CACHE"].severity == "invalid"  # another's prompts as well
+    assert findings_of(report(rows, hits=176))["PREFIX_CACHE"].severity == "invalid"  # another's prompts as well
     silent = [msgspec.structs.replace(row, cached_tokens=None) for row in rows]
     assert findings_of(report(silent, hits=128))["PREFIX_CACHE"].severity == "info"
 

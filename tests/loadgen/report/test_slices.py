@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.document import markdown
-from loadgen.monitor.server_view import ServerStats
+from loadgen.monitor.server_view import ServerStats, ServerView
 from loadgen.report import build, slices
 from loadgen.report import text as texts
 from loadgen.report.metrics import CONVENTIONS, Summary
@@ -188,6 +188,20 @@ def test_where_the_clocks_part(own_ms: float, counted: int, codes: set[str]) -> 
     built = build.build(manifest(), table([request(number) for number in range(100)]), [facts()])
     numbers = msgspec.structs.replace(built, stamps=stamps)
     assert {finding.code for finding in slices.apart(numbers)} == codes
+
+
+@pytest.mark.parametrize(("own_ms", "codes"), [(80.0, {"STAMPS_PART"}), (110.0, set())])
+def test_histograms_hold_the_replies_of_a_warm_up_that_handed_over(own_ms: float, codes: set[str]) -> None:
+    """A measured reply takes 100 ms, and one of the warm-up that ends beside each of them 130."""
+    rows = [request(at, sent=-50, first=-30, gaps=(110,), phase="warmup") for at in range(50)]
+    rows += [request(at, scheduled=at, sent=at, first=at + 20, gaps=(80,)) for at in range(100)]
+    run, server = manifest(arrival="concurrency:50", hands_over=True), ServerStats(e2el_mean_ms=own_ms, ended=150)
+    built = build.build(run, table(rows), [facts()], seen=ServerView(server=server))
+    (stamp,) = built.stamps
+    assert stamp.client_ms == pytest.approx((50 * 130 + 100 * 100) / 150) and stamp.client_n == stamp.n == 150
+    assert {finding.code for finding in slices.apart(built)} == codes
+    others = msgspec.structs.replace(server, ended=180)
+    assert not [*slices.apart(build.build(run, table(rows), [facts()], seen=ServerView(server=others)))]
 
 
 def test_throughput_of_full_slots_counts_what_came_while_all_were_busy() -> None:

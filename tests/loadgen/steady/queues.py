@@ -59,6 +59,9 @@ STEP_S, REPLY_S, PROMPT_S, PROMPTS = 0.004, 0.00016, 0.016, 8  # what a step tak
 Step = Callable[[Floats, Floats], Floats]  # (when steps begin, how long they would take) -> how long they take
 
 
+MEAN_TOKENS = 256.5
+
+
 def drawn_tokens(shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.int64]:
     return rng.integers(64, 450, shape)
 
@@ -80,7 +83,8 @@ class Batches(NamedTuple):
         for tokens, sent_s, first_s, done_s in zip(self.tokens, self.sent_s, self.first_s, self.done_s, strict=True):
             ok = np.flatnonzero(np.isfinite(done_s))
             done = done_s[ok]
-            found.append(Stamps(ok, sent_s[ok], first_s[ok], done, done, tokens[ok].astype(np.float64), self.slots))
+            seen = Stamps(ok, sent_s[ok], first_s[ok], done, done, tokens[ok].astype(np.float64), self.slots)
+            found.append(seen._replace(mean_tokens=MEAN_TOKENS))
         return found
 
     def cut(self, run: int, seen: Stamps, to_s: float) -> tuple[Floats, Floats]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from array import array
@@ -37,6 +38,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "a part of a trace": {"trace": TRACE, "trace_from": 3.0, "trace_limit": 40},
     "lengths that vary": {"arrival": "poisson:20", "requests": 60, "output_tokens": "uniform:1:40"},
     "prompts that share": {"arrival": "poisson:20", "requests": 30, "prefix": "2:64"},
+    "a closed loop that drains": {"concurrency": "4", "requests": 20, "output_tokens": 20, "drain_warmup": True},
     "a closed loop for a time": {"concurrency": "4", "duration": 3.0, "output_tokens": 20, "goodput": ("ttft:20",)},
     "phases": {"arrival": "steps:5@2,20@2", "output_tokens": 8},
     "sessions": {"sessions": 6, "turns": "uniform:1:4", "think_time": "0.1", "output_tokens": 12},
@@ -61,17 +63,20 @@ def played(options: dict[str, Any], trace: Path) -> tuple[Config, list[Outcome],
     small = options.get("input_tokens") in (300, 3000)
     hardware = Hardware(gpu="h200", kv_tokens=1024 if small else 6000, prefix_caching="on")
     emulated = emulate(hardware.setup("vllm", "7b", 4096))
-    return config, predict.play(emulated, load, predict.requests(load, shapes)), load, shapes
+    warm_up = predict.filling(config, load, shapes)
+    return config, predict.play(emulated, load, predict.requests(load, shapes), warm_up), load, shapes
 
 
 def as_records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> Iterator[records.Record]:
     """One by one and token by token."""
+    warm_up = sum(each.index < 0 for each in outcomes)
     for each in outcomes:
         sent_ns = round(each.sent_s * 1e9)
-        times_us = [int(at_s * 1e6) for at_s in each.times_s]
+        times_us = [math.floor(at_s * 1e6) for at_s in each.times_s]
         record = records.Record(
-            id=shapes.id(each.index), scheduled_ns=sent_ns, asked_prompt_tokens=each.prompt, asked_tokens=each.output,
-            outcome="ok", status=each.status,
+            id=shapes.id(each.index) if each.index >= 0 else warm_up + each.index, scheduled_ns=sent_ns,
+            asked_prompt_tokens=each.prompt, asked_tokens=each.output, outcome="ok", status=each.status,
+            phase="measured" if each.index >= 0 else "warmup",
         )  # fmt: skip
         if turns is not None:
             session, turn = turns.place(each.index)
@@ -80,7 +85,8 @@ def as_records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> 
             record.outcome, record.error, record.done_ns = "dropped", each.dropped, sent_ns
         else:
             record.sent_ns = sent_ns
-            record.shared_tokens = shapes.shape(each.index).shared_tokens or msgspec.UNSET
+            shared_tokens = shapes.shape(each.index).shared_tokens if each.index >= 0 else 0
+            record.shared_tokens = shared_tokens or msgspec.UNSET
         if each.status not in (200, None):
             record.outcome, record.error = "http_error", f"status {each.status} (emulated)"
             record.done_ns = sent_ns
@@ -114,14 +120,19 @@ def test_what_is_written_is_what_would_be_read(
     assert {record.outcome for record in expected} == {
         "sessions that end early": {"ok", "http_error", "dropped"}, "nothing that fits": {"http_error"},
     }.get(name, {"ok"})  # fmt: skip
-    run = manifest(config=config.as_dict(), arrival=load.when, phases=tuple(load.phases()), emulated=True)
+    run = manifest(
+        config=config.as_dict(), arrival=load.when, phases=tuple(load.phases()), emulated=True,
+        hands_over=outcomes[0].index < 0,
+    )  # fmt: skip
     written = predict.write(tmp_path, run, outcomes, shapes, load.turns())
     assert not outcomes  # let go of
     lines = (tmp_path / "requests.jsonl").read_bytes().splitlines()
     assert lines[1:-1] == [msgspec.json.encode(record) for record in expected]
     table, facts = records.read(tmp_path)
     assert_same(written[0], table)
-    assert written[1] == facts and facts[0].events == sum(record.events for record in expected)
+    assert written[1] == facts and facts[0].events == sum(
+        record.events for record in expected if record.phase == "measured"
+    )
     assert build.from_directory(tmp_path, written=written)[0] == build.from_directory(tmp_path)[0]
 
 
@@ -194,3 +205,30 @@ def test_a_trace_is_drawn_as_it_is_sent(trace: Path, monkeypatch: pytest.MonkeyP
     assert [each[1:4] for each in arrivals] == [shape[:3] for shape in whole]
     assert [round(each.at_s * 1e9) for each in arrivals] == load.due_ns().tolist()
     assert longest == max(each.prompt + each.output for each in arrivals)
+
+
+def test_a_closed_loop_begins_with_the_slots_of_its_warm_up_as_a_real_one(tmp_path: Path) -> None:
+    """Two requests a slot, beside a long loop: handed over it has that one's throughput and waits, drained neither."""
+    words = ["predict", "--gpu", "h200", "--concurrency", "32", "--warmup", "32", "--output-tokens", "uniform:32:224"]
+    tables = {}
+    for name, more in {
+        "handed": ["--requests", "64"], "drained": ["--requests", "64", "--drain-warmup"],
+        "long": ["--requests", "1600"],
+    }.items():  # fmt: skip
+        assert invoke([*words, *more, "--out", str(tmp_path / name)]) in (0, 4)
+        tables[name] = records.read(tmp_path / name)[0]
+    handed, drained = tables["handed"], tables["drained"]
+    assert rundir.read_manifest(tmp_path / "handed").hands_over and len(handed.measured()) == 64 == len(drained)
+    assert not rundir.read_manifest(tmp_path / "drained").hands_over
+    warm_up = handed.rows(0, 32)
+    measured = handed.measured()
+    assert measured.sent_ns.min() == 0 and warm_up.id.tolist() == list(range(32))
+    assert (warm_up.sent_ns < 0).all() and (warm_up.first_token_ns <= 0).all()  # all had begun
+    assert ((warm_up.done_ns <= 0) == (warm_up.done_ns == warm_up.done_ns.min())).all()  # and the first had ended
+    starts, ends = np.sort(handed.sent_ns), np.sort(handed.done_ns)
+    assert max(int((starts <= at).sum() - (ends <= at).sum()) for at in starts) == 32
+    found = {name: build.from_directory(tmp_path / name)[0] for name in tables}
+    long, short = found["long"], found["handed"]
+    assert short.metrics["ttft_ms"].p90 < 2 * long.metrics["ttft_ms"].p90 < found["drained"].metrics["ttft_ms"].p90
+    assert short.throughput.output_tokens_per_s == pytest.approx(long.throughput.output_tokens_per_s, rel=0.1)
+    assert found["drained"].throughput.output_tokens_per_s < 0.9 * long.throughput.output_tokens_per_s
