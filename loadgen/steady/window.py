@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.steady import blocks
+from loadgen.steady.blocks import Bounds
 
 BINS = 50  # in which the token rate and the waits are looked at
 FILL_LIVES = 2.0  # until a second wave of requests has mixed
@@ -64,7 +65,7 @@ class Estimate(msgspec.Struct, frozen=True):
     blocks: int = 0
 
     @property
-    def bounds(self) -> blocks.Bounds | None:
+    def bounds(self) -> Bounds | None:
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
@@ -225,8 +226,10 @@ def of_sent(values: Floats, sent_s: Floats, span: Span, statistics: Mapping[str,
         else:
             within = np.bincount(block[inside <= value], minlength=cut).astype(np.float64)
             between = blocks.shares(share, counts, within) if blocks.reaches(share, span.tail_moments) else None
-            bounds = () if between is None else tuple(_quantile(ascending, each) for each in between)
-            found[name] = Estimate(value, *bounds, blocks=span.blocks) if bounds else Estimate(value)
+            found[name] = Estimate(value)
+            if between is not None:
+                low, high = (_quantile(ascending, each) for each in between)
+                found[name] = Estimate(value, low, high, span.blocks)
     return found
 
 
