@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from backends.untrusted import printable
+
+T = TypeVar("T")
 
 MOST = 1 << 40  # of anything that a config.json counts
 
@@ -53,18 +55,16 @@ class Fields:
 
     def numbers(self, name: str) -> list[int] | None:
         """A list of layers' numbers. Raises UnknownModel."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
-            raise MalformedConfig(f"{name} is no list of layers")
-        return value
+        return self._listed(name, int, "layers")
 
     def named(self, name: str) -> list[str] | None:
         """A list of names, one for each layer. Raises UnknownModel."""
+        return self._listed(name, str, "names")
+
+    def _listed(self, name: str, kind: type[T], what: str) -> list[T] | None:
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise MalformedConfig(f"{name} is no list of names")
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise MalformedConfig(f"{name} is no list of {what}")
         return value

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from backends import docker
 from backends.process import free_port
 from tests.docker import vllm_image
 from tests.lateness import OF_A_BUSY_MACHINE
-from tests.support.waiting import until
+from tests.support.waiting import healthy, until
 
 pytestmark = [pytest.mark.vllm_docker, pytest.mark.usefixtures("engine")]
 
@@ -288,11 +287,3 @@ def test_the_compose_file_starts_the_same(
         assert json.loads(out.splitlines()[-1])["tokens"] == {"prompt": 8 * 16, "output": 8 * 4}
     finally:
         compose("down", "--timeout", "20")
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except OSError:
-        return False

@@ -20,6 +20,7 @@ from backends import catalog
 from backends.llamacpp.gguf_model import write_random
 from backends.process import free_port
 from loadgen import cli
+from tests.support.waiting import healthy
 
 SLOTS, LENGTH = 2, 512
 CONFIG = {
@@ -96,7 +97,7 @@ def serving(file: Path, *more: str) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
-        while not _healthy(address):
+        while not healthy(address):
             assert process.poll() is None and time.monotonic() < deadline, (directory / "server.log").read_text()
             time.sleep(0.05)
         yield address
@@ -111,11 +112,3 @@ def completion(address: str, **fields: object) -> dict[str, Any]:
     with urllib.request.urlopen(urllib.request.Request(f"{address}/completion", body), timeout=20) as reply:
         answer: dict[str, Any] = json.load(reply)
     return answer
-
-
-def _healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except OSError:
-        return False

@@ -130,7 +130,7 @@ class Node:
             version=package_version(),
             python=sys.executable,
             root=str(self.root),
-            port=_free_port(),
+            port=process.free_port(""),  # the other nodes come to it
             inventory=inventory,
             gpu_ids=_visible(inventory),
             cores=cores(),
@@ -219,14 +219,6 @@ def installed(module: str) -> bool:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _free_port() -> int:
-    """A TCP port that was free on all addresses a moment ago: the other nodes come to it."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _network(host: str) -> dict[str, str]:
