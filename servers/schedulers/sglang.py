@@ -46,8 +46,10 @@ class Sglang(Queues):
 
     Source: sglang/srt/managers/{scheduler,schedule_policy,schedule_batch,scheduler_output_processor_mixin}.py and
     mem_cache/{radix_cache,chunk_cache,common}.py of 0.5.11, pages of one token, without speculation and priorities.
-    `whole_replies`: as from 0.5.23 on, where a reply of known length counts whole. Beside SGLang's own loop and classes
-    none of 164,338 steps of 64 workloads with 41 retractions differs (tests/vllm/test_scheduler_sglang.py).
+    Beside SGLang's own loop and classes none of 164,338 steps of 64 workloads with 41 retractions differs
+    (tests/vllm/test_scheduler_sglang.py). `newer`: with the rules of 0.5.23 by its source. A request that has ended
+    leaves before others are let in, and one whose last token is under way takes part no more; a reply of known length
+    counts whole; a prompt longer than what max_prefill_tokens leaves is computed in part.
     """
 
     class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class Sglang(Queues):
         mixed_chunk: bool = False
         lpm: bool = False
         ignore_eos: bool = True
-        whole_replies: bool = False
+        newer: bool = False
 
     _FIRST_RATIO = 0.7
     _LEAST_OF_FIRST = 0.14
@@ -126,6 +128,11 @@ class Sglang(Queues):
 
     def _next(self) -> _Batch | None:
         self._join_last()
+        if self._settings.newer:
+            before = len(self._running)
+            self._running = [sequence for sequence in self._running if not sequence.done]
+            if len(self._running) < before or not self._running:
+                self._full = False
         self._last = self._prompts() or self._decode()
         return self._last
 
@@ -147,6 +154,8 @@ class Sglang(Queues):
         if chunked is None and (self._full or not self._waiting):
             return None
         most = settings.max_running_requests - len(self._running)
+        if settings.newer:  # one whose last token is under way keeps its place until that is out
+            most = settings.max_running_requests - len(self._held) + (chunked is not None)
         if most <= 0 and chunked is None:
             self._full = True
             return None
@@ -157,6 +166,8 @@ class Sglang(Queues):
             whole = chunked.prompt + chunked.sampled
             self._chunked = chunked if adder.go_on(chunked, whole - chunked.computed) else None
         for sequence in self._waiting:
+            if settings.newer and adder.is_spent:
+                break
             if len(adder.chosen) >= most:
                 self._full = True
             if self._full or not adder.take(sequence):
@@ -186,18 +197,32 @@ class Sglang(Queues):
                 sequence.sampled += 1
                 step.emits.append(sequence)
         if self._settings.mixed_chunk and self._running:
-            rows = [sequence for sequence in self._running if not sequence.done]
+            rows = self._continuing()
+            self._full = self._full and not (self._settings.newer and len(rows) < len(self._running))
             self._running = []
-            self._take_a_token(batch, rows)
+            if self._settings.newer and not self._fits(len(rows)):
+                self._running = rows  # they wait for the next step of decoding
+            else:
+                self._take_a_token(batch, rows)
         return batch
+
+    def _continuing(self) -> list[Sequence]:
+        """Those of the running that take part in the next step."""
+        running = [sequence for sequence in self._running if not sequence.done]
+        return [each for each in running if each.sampled < each.output] if self._settings.newer else running
 
     def _decode(self) -> _Batch | None:
         before = len(self._running)
-        self._running = [sequence for sequence in self._running if not sequence.done]
+        newer = self._settings.newer
+        self._running = self._continuing()
         if not self._running:
             self._full = False
             return None
-        if self._fits(len(self._running)):
+        fits = self._fits(len(self._running))
+        if newer and not fits and len(self._running) < before:  # what ends with the step under way will do
+            self._full = False
+            return None
+        if fits:
             decay = (self._first_ratio - self._least_ratio) / self._DECAY_STEPS
             self.ratio = max(self.ratio - decay, self._least_ratio)
         else:
@@ -327,7 +352,7 @@ class Sglang(Queues):
     def expected(self, ignore_eos: bool) -> float:
         """Tokens that replies of the running will probably take."""
         clip = self._settings.clip_max_new_tokens
-        ratio = 1.0 if ignore_eos and self._settings.whole_replies else self.ratio
+        ratio = 1.0 if ignore_eos and self._settings.newer else self.ratio
         return sum([min(sequence.output - sequence.emitted, clip) * ratio for sequence in self._running])
 
     def lasting(self) -> list[tuple[float, int]]:
@@ -377,6 +402,11 @@ class _Adder:
     def _room_later(self) -> float:
         return self._scheduler.room - self._later
 
+    @property
+    def is_spent(self) -> bool:
+        """There is memory for others, and no work left in this step."""
+        return min(self._room_now, self._room_later) > 0 and min(self._input_left, self._chunk_left) <= 0
+
     def go_on(self, sequence: Sequence, tokens: int) -> bool:
         """With the prompt that the last step did not end; whether this one does not, either."""
         most = min(self._chunk_left, int(self._room_later))
@@ -396,7 +426,7 @@ class _Adder:
         reply = min(max(sequence.output - sequence.emitted, 0), self._settings.clip_max_new_tokens)
         if tokens + reply + 1 >= self._room_later:
             return self._scheduler.refuse()
-        if tokens >= self._input_left and self.chosen:
+        if tokens >= self._input_left and self.chosen and not self._settings.newer:
             return False
         self._scheduler.tree.hold(node)
         short = tokens + reply + 1 >= self._room_later

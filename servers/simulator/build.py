@@ -226,7 +226,7 @@ def _sglang(setup: Setup, gpu: Gpu) -> dict[str, int]:
         "chunked_prefill_size": graphs.chunk_tokens(gpu.memory_bytes, newer),
         "max_running_requests": setup.max_running,
         "context_length": setup.max_model_len,
-        "whole_replies": newer,
+        "newer": newer,
     }
 
 

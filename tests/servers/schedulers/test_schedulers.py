@@ -48,6 +48,10 @@ SCHEDULERS: dict[str, Make] = {
         Sglang, kv, chunked_prefill_size=48, max_running_requests=6, ignore_eos=False, mixed_chunk=True
     ),
     "sglang, one step at a time": lambda kv: made(Sglang, kv, chunked_prefill_size=48, overlap_schedule=False),
+    "newer sglang": lambda kv: made(Sglang, kv, chunked_prefill_size=48, max_running_requests=6, newer=True),
+    "newer sglang, outputs unknown, mixed": lambda kv: made(
+        Sglang, kv, chunked_prefill_size=48, max_running_requests=6, ignore_eos=False, mixed_chunk=True, newer=True
+    ),
     "lightllm@2310": lambda kv: made(LightLLM2310, kv, batch_max_tokens=96, running_max_req_size=6, max_wait_tokens=3),
     "lightllm@now": lambda kv: made(LightLLMNow, kv, batch_max_tokens=64, running_max_req_size=6),
     "lightllm@now, outputs unknown": lambda kv: made(
@@ -355,6 +359,29 @@ def test_tgi3_gives_long_replies_in_whole_pieces_that_fit(asked: int, limit: int
 
 
 # LightLLM and vLLM 0.2
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_sglang_gives_a_slot_out_when_a_step_of_decoding_has_begun_and_0_5_23_at_once(newer: bool) -> None:
+    scheduler = made(Sglang, 10_000, max_running_requests=2, overlap_schedule=False, newer=newer)
+    enter(scheduler, (16, 3), (16, 6), (16, 2))
+    steps = finish_all(scheduler, 20)
+    late = [] if newer else [(0, 1)]
+    rest = [(0, 2), (0, 1), (0, 1)] if newer else [(0, 2), (0, 1)]
+    assert [rows(step) for step in steps] == [(2, 0), (0, 2), (0, 2), *late, (1, 0), *rest]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_sglang_decodes_once_more_for_nothing_and_0_5_23_does_not(newer: bool) -> None:
+    scheduler = made(Sglang, 10_000, newer=newer)
+    enter(scheduler, (16, 3))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.finish(steps[0])
+    steps.append(scheduler.schedule())
+    scheduler.finish(steps[1])
+    last = scheduler.schedule()
+    assert [rows(step) for step in steps] == [(1, 0), (0, 1), (0, 1)]
+    assert rows(last) == ((0, 0) if newer else (0, 1))
 
 
 def test_lightllm2310_lets_in_what_its_estimate_says_will_fit() -> None:

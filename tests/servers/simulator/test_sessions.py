@@ -67,7 +67,9 @@ def test_of_one_session_alone_the_times_add_up_and_hits_are_block_arithmetic(sch
         assert len(turn.times_s) == turn.output and turn.times_s[0] > turn.sent_s
         said = before.prompt + before.output
         # vLLM: whole blocks of what is computed, which the reply's last token is not; TGI keeps prompts alone
-        known = {"vllm@v1": (said - 1) // 16 * 16, "tgi@3": before.prompt}.get(scheduler, said)
+        known = {"vllm@v1": (said - 1) // 16 * 16, "tgi@3": before.prompt, "sglang@0.5.23": said - 1}.get(
+            scheduler, said
+        )
         assert turn.cached_tokens == known
         assert turn.prompt > said
 
@@ -204,7 +206,7 @@ class Reply:
         (wire,) = generations[path](body, "id")
         self.index, self.received_ns = index, received_ns
         self.n_prompt_tokens, self.n_tokens = wire.prompt_tokens, wire.output_tokens
-        self.segments, self.adapter = wire.segments(self.n_tokens), wire.adapter
+        self.segments, self.adapter, self.priority = wire.segments(self.n_tokens), wire.adapter, wire.priority
         self.cached_tokens = 0
 
     def found(self, cached_tokens: int) -> None:
