@@ -24,7 +24,6 @@ CHARTS = {  # by title: the label of the y axis, and the metrics
 }
 BY_RUN = (
     "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "e2el_p50", "e2el_p99", "requests_per_s", "output_tokens_per_s",
-    ITEMS,
 )  # fmt: skip
 
 
@@ -79,8 +78,8 @@ def _counted(repeated: Repeated) -> list[int]:
 
 def _runs(repeated: Repeated, hrefs: Sequence[str]) -> Table:
     """A row a run; one that did not finish has no numbers."""
-    without = "output_tokens_per_s" if ITEMS in repeated.metrics else ITEMS
-    names = [name for name in BY_RUN if name != without]
+    items = ITEMS in repeated.metrics
+    names = [ITEMS if items and name == "output_tokens_per_s" else name for name in BY_RUN]
     values = dict(zip(_counted(repeated), zip(*(repeated.metrics[name].runs for name in names), strict=True),
                       strict=True))  # fmt: skip
     rows: list[list[Cell]] = []

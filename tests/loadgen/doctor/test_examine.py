@@ -316,7 +316,7 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(all(row.values()) for row in rows.values())
     ours = {name: row for name, row in rows.items() if row["from"] == "llm-dissect"}
     runs = {name: row["seen for real"].split("; ") for name, row in ours.items() if row["seen for real"] != "never"}
-    form = re.compile(r"(vLLM )?\w[\w.-]+( with its mock engines)? on [\w ]+, (in CI|2026-\d\d-\d\d)")
+    form = re.compile(r"(vLLM |llama\.cpp )?\w[\w.-]+( with its mock engines)? on [\w ]+, (in CI|2026-\d\d-\d\d)")
     assert all(form.fullmatch(each) for several in runs.values() for each in several), runs
     told = (
         (Path(__file__).parents[3] / "docs" / "servers.md")
@@ -341,7 +341,10 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     modelled = {name.partition("@")[0] for name in SCHEDULERS}
     assert modelled <= simulated.keys()
     assert {name for name, how in simulated.items() if how == "timetable, GPUs"} == modelled | {
-        "vllm-generate"
+        "vllm-generate",
+        "embeddings",
+        "rerank",
+        "score",
     }  # of one server
     assert rows["sglang"]["seen for real"] == "0.5.11 on H200s, 2026-11-30"
     assert rows["vllm"]["from"] == "llm-dissect" and rows["vllm"]["server here"] in ("yes", "no")
