@@ -345,7 +345,7 @@ def _load(config: Config, backend: Backend, limit: int | None) -> Load:
     if limit is not None and longest > limit:
         raise ConfigError(
             f"{config.lengths_text(longest)} are more than the server's limit of {limit}; lower --input-tokens or "
-            "--output-tokens."
+            "--output-tokens, or take a --model of longer texts."
         )
     return load
 

@@ -137,8 +137,9 @@ def measured(place: Place, engine: sdk.DockerClient, tmp_path_factory: pytest.Te
             timeout_s=TIMEOUT_S,
             over=early_end(process),
         )
-        until(lambda: (out / "requests.jsonl").exists(), timeout_s=TIMEOUT_S, over=early_end(process))
-        inside = int(container.exec_run(["stat", "--format=%d", "/dev/shm"]).output)
+        stat = ["stat", "--format=%d", "/dev/shm"]
+        inside = int(until(lambda: container.exec_run(stat).output, timeout_s=TIMEOUT_S, over=early_end(process)))
+        until(lambda: (out / "manifest.json").exists(), timeout_s=TIMEOUT_S, over=early_end(process))  # it serves
         segments = {name: (SHARED_MEMORY / name).stat().st_size for name in shared_memory() - before}
         stdout, said = finished(process, expect=(0, 4))  # 4: the server takes every core, and the run 0.2 s
     finally:
