@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +54,6 @@ IPC_MODE = "host"  # NCCL and the servers' workers share memory; the default 64 
 CAPABILITIES = ("SYS_NICE",)  # lets NCCL place memory near a GPU
 SYSCTLS = {"net.core.somaxconn": "4096"}  # a burst of connections must not be cut by the container's own limit
 STOP_TIMEOUT_S = 20  # from SIGTERM to SIGKILL
-LATE_LOG_S = 2.0  # that the first word of a container may come after its end
 LOG_LIMIT_BYTES = 20_000_000
 
 
@@ -198,11 +196,9 @@ class Container:
             with contextlib.suppress(OSError):
                 return "".join(self._log.read_text(errors="replace").splitlines(keepends=True)[-lines:])
             return ""
-        log, until_s = b"", time.monotonic() + LATE_LOG_S
         with contextlib.suppress(*engine_errors()):
-            while not (log := self.container.logs(tail=lines)) and self._exit and time.monotonic() < until_s:
-                time.sleep(0.05)  # a busy engine says that a container has ended before it has its last words
-        return masked_log(log, self._secrets).decode(errors="replace")
+            return masked_log(self.container.logs(tail=lines), self._secrets).decode(errors="replace")
+        return ""
 
     def stop(self) -> None:
         """SIGTERM, SIGKILL after STOP_TIMEOUT_S; keeps the log, removes container and secrets. What it cannot do it
