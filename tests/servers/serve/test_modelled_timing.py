@@ -47,6 +47,7 @@ class FakeReply:
         self.index, self.received_ns, self.n_prompt_tokens, self.n_tokens = index, received_ns, prompt, output
         self.segments: tuple[tuple[int, int], ...] = ()
         self.adapter = ""
+        self.priority = 0
         self.cached_tokens = 0
         self.at_ns: list[int] = []
 
@@ -507,7 +508,7 @@ def test_no_setting_of_a_scheduler_makes_it_fall_or_hang(scheduler: str) -> None
             "vllm",
             "depth=0",
             "has no setting 'depth'; it has max_running, budget_tokens, async_scheduling, "
-            "long_prefill_token_threshold, max_loras, lora_rank, lora_load_ms\\.$",
+            "long_prefill_token_threshold, max_loras, lora_rank, lora_load_ms, by_priority\\.$",
         ),
         ("tgi", "block_tokens=0", "block_tokens is 0; it must be at least 1"),
         ("tgi", "chunking=2", "chunking is 2; it must be 0 or 1"),
