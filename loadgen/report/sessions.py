@@ -201,7 +201,9 @@ def find(measured: Table) -> Iterator[Finding]:
     earlier, later = earlier[sent], later[sent]
     counts = (measured.prompt_tokens[earlier], measured.output_tokens[earlier], measured.prompt_tokens[later])
     known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
-    said, after = measured.shared_tokens[later][known], measured.prompt_tokens[later][known]
+    before, reply, after = (count[known] for count in counts)
+    repeated = measured.shared_tokens[later][known]
+    said = np.where(repeated > 0, repeated, before + reply)  # records of older versions do not tell what was repeated
     dropped = after < said - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * said
     if dropped.any():
         yield Finding(

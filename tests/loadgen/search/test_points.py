@@ -67,7 +67,11 @@ def test_the_law_of_the_rates(law: str, arrival: str) -> None:
         ({"workload": ("paper", "sharegpt-like")}, "workload", ["paper", "sharegpt-like"]),
     ],
 )
-def test_any_option_of_the_load_may_vary(options: dict[str, Any], name: str, values: list[object]) -> None:
+def test_any_option_of_the_load_may_vary(
+    options: dict[str, Any], name: str, values: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text('{"timestamp": 0, "input_length": 8, "output_length": 4}\n')
     made = SweepOptions(**options)
     points = made.points()
     assert [getattr(point.load, name) for point in points] == values
