@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import WHOLE
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +36,15 @@ def test_no_function_is_long() -> None:
 
 def test_no_room_is_crowded() -> None:
     assert max(Counter(path.parent for path in sources(*PACKAGES)).values()) <= MOST_FILES
+
+
+def test_a_checkout_takes_15_megabytes() -> None:
+    """Measurements are packed (benchmarks/kept.py), and gaps between tokens kept where a figure needs them."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False).stdout
+    if not listed:
+        pytest.skip("these files are no checkout")
+    files = [ROOT / name for name in listed.decode().split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.exists()) <= 15_000_000
 
 
 def test_every_file_opens_with_what_it_is() -> None:
