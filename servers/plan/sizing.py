@@ -96,7 +96,12 @@ class Demand:
     @functools.cached_property
     def kind(self) -> str:
         """The kind of its load, as errors of predictions are told by."""
-        return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.arrivals])))
+        return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.some])))
+
+    @property
+    def some(self) -> list[Arrival]:
+        """Requests as long as the load's are; of sessions their turns."""
+        return self.arrivals if self.load.sessions is None else self.sessions(self.requests)[0]
 
     @property
     def what(self) -> str:
@@ -295,8 +300,7 @@ class SizedServer:
         self.emulated = emulated
         self._demand = demand
         self._limits = limits
-        arrivals = demand.arrivals if demand.load.sessions is None else demand.sessions(demand.requests)[0]
-        longest = max(arrivals, key=lambda each: each.prompt + each.output)
+        longest = max(demand.some, key=lambda each: each.prompt + each.output)
         if simulate(emulated, [longest._replace(at_s=0.0)])[0].status != 200:
             raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
         prompt, output = demand.load.typical_tokens()
