@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work, before
 from numpy.typing import NDArray
-from report import NAN, Row, write_readme, write_report
-from watch import Watched, watch
+from side_by_side.clients import CLIENTS, FLOOR, ROOT, Client, Floats, Reported, Shape, Work, before
+from side_by_side.report import NAN, Row, write_readme, write_report
+from side_by_side.watch import Watched, watch
 
 CLIENT_TIMEOUT_S = 240.0
 LAG_LIMIT_MS = 6.0  # receive lag p99 up to which a rate counts as sustained

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from report import command as typed
-from report import machine as this_machine
+from side_by_side.report import command as typed
+from side_by_side.report import machine as this_machine
 
 from backends import exit_codes
 from loadgen.client.engine import SPARE_CONNECTIONS

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 from client_overhead import Bench, Failed, embedded_server, prepare
-from clients import CLIENTS, ROOT, Shape
-from report import Row
-from report import command as typed
-from report import machine as this_machine
-from watch import watch
+from side_by_side.clients import CLIENTS, ROOT, Shape
+from side_by_side.report import Row
+from side_by_side.report import command as typed
+from side_by_side.report import machine as this_machine
+from side_by_side.watch import watch
 
 from loadgen.rundir import records
 

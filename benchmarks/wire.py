@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from clients import CLIENTS, PEERS, ROOT, Client, Shape, Work
+from side_by_side.clients import CLIENTS, PEERS, ROOT, Client, Shape, Work
 
 TTFT_MS, ITL_MS, TOKENS, REQUESTS = 10, 4, 32, 60
 INPUT_TOKENS, MODEL = 32, "llama-2-7b"  # the router lists no name, and the server wants its own

@@ -17,9 +17,8 @@ BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import client_overhead  # noqa: E402
-import report  # noqa: E402
-import watch  # noqa: E402
-from clients import Reported, Shape  # noqa: E402
+from side_by_side import report, watch  # noqa: E402
+from side_by_side.clients import Reported, Shape  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 needs_linux = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from tests.vllm.tiny_model import write as write_tiny_model
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from clients import CLIENTS, Shape, Work  # noqa: E402
+from side_by_side.clients import CLIENTS, Shape, Work  # noqa: E402
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 UNPACKED = ROOT / "build" / "nginx" / "usr" / "sbin"  # by install.sh

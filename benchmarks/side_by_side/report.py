@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from clients import CLIENTS, Shape
+
+from side_by_side.clients import CLIENTS, Shape
 
 NAN = float("nan")
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from loadgen.rundir import records
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 PEERS = ROOT / ".venv-peers"
 FLOOR = ROOT / "build/epoll_client"
