@@ -94,7 +94,7 @@ def test_lone_surrogates_can_be_written() -> None:
 
 class TestWholeReply:
     def test_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(replies, "MAX_BYTES", 100)
+        monkeypatch.setattr(WholeReply, "most_bytes", 100)
         reply = WholeReply(lambda body: Delta(n_tokens=len(body)))
         assert list(reply.feed(b"a" * 100)) == []
         assert list(reply.eof()) == [Delta(n_tokens=100)]

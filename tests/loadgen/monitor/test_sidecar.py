@@ -173,10 +173,10 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("dialect", "absent"),
     [
-        ("vllm", set()),
+        ("vllm", {"adapters_running", "adapters_waiting"}),
         ("lightllm", {"paused", "kv_reserved_tokens"}),
         ("tgi", {"kv_reserved_tokens"}),
-        ("sglang", {"paused"}),
+        ("sglang", {"paused", "adapters_loaded"}),
     ],
 )
 def test_every_dialect_of_the_embedded_server(tmp_path: Path, dialect: str, absent: set[str]) -> None:
