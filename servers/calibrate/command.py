@@ -412,7 +412,8 @@ def command(
         profile = better(before, profile)
         if not profile.fitted_on:
             print("the fit is no better than the profile it began from, which is kept, with its errors here.")
-        profile = msgspec.structs.replace(profile, source=f"calibrated live at {live}, {datetime.now():%Y-%m-%d}")
+        how = "calibrated" if profile.fitted_on else "not fitted, but checked"
+        profile = msgspec.structs.replace(profile, source=f"{how} live at {live}, {datetime.now():%Y-%m-%d}")
     write(profile, out)
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK
