@@ -68,9 +68,9 @@ def _read(body: bytes) -> Delta:
     places = {at if each.index is None else each.index for at, each in enumerate(answers)}
     usage = reply.usage or _Usage()
     tokens = usage.total_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-    told = [each.meta_info.prompt_tokens for each in answers if each.meta_info is not None]
-    if tokens is None and len(told) == len(answers) and None not in told:
-        tokens = sum(each or 0 for each in told)
+    counts = [each.meta_info.prompt_tokens for each in answers if each.meta_info is not None]
+    if tokens is None and len(counts) == len(answers) and None not in counts:
+        tokens = sum(each or 0 for each in counts)
     return Delta(prompt_tokens=tokens, output_tokens=0, items=len(places))
 
 

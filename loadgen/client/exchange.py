@@ -317,8 +317,8 @@ class Exchange:
             if self.empties:
                 self._leave_out_empties()
             if self.asked_items and self.items != self.asked_items:
-                told = f"the reply answers {self.items or 0} of {self.asked_items} items"
-                self._finish("truncated", told, now)
+                problem = f"the reply answers {self.items or 0} of {self.asked_items} items"
+                self._finish("truncated", problem, now)
             elif self.times or self.output_tokens == self.asked_tokens == 0:
                 self._finish("ok", None, now)
             else:

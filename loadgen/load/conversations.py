@@ -286,8 +286,8 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
         if user:
             delay_ms = round(delays_s[0] * 1000) if delays_s else -1
             turns.append(Turn("\n".join(user), "\n".join(system), delay_ms=delay_ms))
-            for said in (user, system, delays_s):
-                said.clear()
+            for part in (user, system, delays_s):
+                part.clear()
 
     for number, message in enumerate(messages, 1):
         name = message.role if message.sender is None else message.sender

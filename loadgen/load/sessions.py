@@ -189,15 +189,15 @@ class SessionShapes:
 
     def shape(self, number: int) -> Shape:
         """Its segments go on into the reply, which is the beginning of later prompts."""
-        said = [Base(number)]
-        while (base := self.turns.base(said[-1].turn)) is not None:
-            said.append(base)
-        first = said.pop()
+        chain = [Base(number)]
+        while (base := self.turns.base(chain[-1].turn)) is not None:
+            chain.append(base)
+        first = chain.pop()
         own = self.own(first.turn)
         tokens, shared = own.prompt_tokens, own.shared_tokens
         segments = [*own.segments, _added(first.turn, tokens - sum(size for _, size in own.segments))]
         earlier = first
-        for later in reversed(said):
+        for later in reversed(chain):
             if earlier.reply:
                 segments.append(_reply(earlier.turn, own.output_tokens))
                 tokens += own.output_tokens

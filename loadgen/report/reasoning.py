@@ -21,8 +21,8 @@ def ttft_answer(measured: Table, rules: Convention) -> Summary | None:
     if not measured.answers_ns:
         return None
     answer_ns = _column(measured, measured.answers_ns)
-    told = measured.ok & (answer_ns != -1) & (measured.sent_ns != -1)
-    return _summary((answer_ns - measured.sent_ns)[told], rules)
+    answered = measured.ok & (answer_ns != -1) & (measured.sent_ns != -1)
+    return _summary((answer_ns - measured.sent_ns)[answered], rules)
 
 
 def build(measured: Table, rules: Convention) -> Reasoning | None:
@@ -53,9 +53,9 @@ def _answer_tpot(measured: Table, rows: NDArray[np.int64], thought: NDArray[np.i
     return metrics.summary(metrics.defined(np.array(each_ms, np.float64)), rules.percentile)
 
 
-def _column(measured: Table, told: dict[int, int]) -> NDArray[np.int64]:
+def _column(measured: Table, counts: dict[int, int]) -> NDArray[np.int64]:
     """What a few requests have, of each (n,); -1 where it has none."""
-    return np.array([told.get(number, -1) for number in measured.id.tolist()], np.int64)
+    return np.array([counts.get(number, -1) for number in measured.id.tolist()], np.int64)
 
 
 def _summary(ns: NDArray[np.int64], rules: Convention) -> Summary:

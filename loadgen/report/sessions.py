@@ -203,15 +203,16 @@ def find(measured: Table) -> Iterator[Finding]:
     known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
     before, reply, after = (count[known] for count in counts)
     repeated = measured.shared_tokens[later][known]
-    said = np.where(repeated > 0, repeated, before + reply)  # records of older versions do not tell what was repeated
-    dropped = after < said - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * said
+    # records of older versions do not tell what was repeated
+    history = np.where(repeated > 0, repeated, before + reply)
+    dropped = after < history - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * history
     if dropped.any():
         yield Finding(
             code="HISTORY_DROPPED",
             severity="invalid",
-            message=f"In {int(dropped.sum())} of {len(said)} later turns the server counted fewer prompt tokens than "
-            f"were said before ({int(after[dropped].sum())}, and {int(said[dropped].sum())} were said): it did not do "
-            "the work that was sent.",
+            message=f"In {int(dropped.sum())} of {len(history)} later turns the server counted fewer prompt tokens "
+            f"than were said before ({int(after[dropped].sum())}, and {int(history[dropped].sum())} were said): it did "
+            "not do the work that was sent.",
             advice="Let the server take whole conversations, or send single requests. Where it counts reasoning that "
             "it does not get back, turn reasoning off.",
         )

@@ -96,11 +96,11 @@ class Demand:
     @functools.cached_property
     def kind(self) -> str:
         """The kind of its load, as errors of predictions are told by."""
-        return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.some])))
+        return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.sample])))
 
     @property
-    def some(self) -> list[Arrival]:
-        """Requests as long as the load's are; of sessions their turns."""
+    def sample(self) -> list[Arrival]:
+        """Requests of the load; where it has sessions, their turns."""
         return self.arrivals if self.load.sessions is None else self.sessions(self.requests)[0]
 
     @property
@@ -300,7 +300,7 @@ class SizedServer:
         self.emulated = emulated
         self._demand = demand
         self._limits = limits
-        longest = max(demand.some, key=lambda each: each.prompt + each.output)
+        longest = max(demand.sample, key=lambda each: each.prompt + each.output)
         if simulate(emulated, [longest._replace(at_s=0.0)])[0].status != 200:
             raise NotMet(f"refuses a request of this length (KV cache of {emulated.kv_tokens} tokens)")
         prompt, output = demand.load.typical_tokens()
