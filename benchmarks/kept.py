@@ -3,7 +3,7 @@
     python benchmarks/kept.py list [WORD]                # names, what each holds, and the summary of a run
     python benchmarks/kept.py unpack NAME DIR            # one directory, or all whose names begin with NAME/
     python benchmarks/kept.py pack DIR NAME FILE [--gaps]  # adds a directory of measurements to results/FILE.jsonl.xz
-    python benchmarks/kept.py check                      # results/originals.tsv against the history of git
+    python benchmarks/kept.py check                      # results/originals.tsv.xz against the history of git
 
 A line is `{"name", "summary", "files", "requests"}`. `files` has a directory's files by name: JSON files as values,
 JSON Lines as lists of values, others as text, and so a JSON file that is not laid out as Python lays it out. `requests`
@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-ORIGINALS = RESULTS / "originals.tsv"
+ORIGINALS = RESULTS / "originals.tsv.xz"
 RECORDS = "requests.jsonl"
 TIMES = ("scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns")
 OPTIONAL = ("retried", "shared_tokens", "session", "turn")  # fields that a record may lack, and that are never null
@@ -218,7 +218,10 @@ def git(*words: str, data: bytes | None = None) -> bytes:
 
 def originals() -> list[tuple[str, str, str]]:
     """Path, SHA-256 and commit of each file as it was before it was packed."""
-    head, *lines = ORIGINALS.read_text(encoding="utf-8").splitlines() or [""]
+    try:
+        head, *lines = lzma.decompress(ORIGINALS.read_bytes()).decode().splitlines() or [""]
+    except (EOFError, lzma.LZMAError):
+        head, lines = "", []
     rows = [tuple(line.split("\t")) for line in lines]
     if any(len(row) != 3 for row in rows) or f"# {len(rows)} files" not in head:
         raise KeptError(f"{ORIGINALS} is cut off or damaged: get it back with `git checkout`.")
@@ -295,7 +298,7 @@ def check() -> None:
         if content is None:
             raise KeptError(f"{path} is not in commit {commit}.")
         if hashlib.sha256(content).hexdigest() != digest:
-            raise KeptError(f"{path} in commit {commit} is not the file that originals.tsv names.")
+            raise KeptError(f"{path} in commit {commit} is not the file that originals.tsv.xz names.")
         if path.endswith("/manifest.json") and "/frozen/measured/" in path:
             began_s[path.split("/")[-2]] = json.loads(content)["started_unix_s"]
     print(f"{len(rows)} originals are in the history as they were packed.")

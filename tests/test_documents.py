@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 import shlex
 import subprocess
@@ -36,7 +37,8 @@ def anchors(document: Path) -> set[str]:
 @cache
 def originals() -> tuple[str, ...]:
     """Paths of what results/ holds, as they were before they were packed."""
-    lines = (ROOT / "results" / "originals.tsv").read_text().splitlines()[1:]
+    packed = (ROOT / "results" / "originals.tsv.xz").read_bytes()
+    lines = lzma.decompress(packed).decode().splitlines()[1:]
     return tuple(line.partition("\t")[0].removeprefix("benchmarks/") for line in lines)
 
 

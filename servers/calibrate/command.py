@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,8 +24,8 @@ from cyclopts import Group, Parameter
 from backends import exit_codes
 from backends.exit_codes import UserError, check_least, lacking
 from loadgen import terminal
-from loadgen.config import ConfigError, KvCacheDtype, QuantizationName
-from loadgen.option_types import Whole, option
+from loadgen.config import ConfigError, DtypeOption, KvCacheDtype, LaunchOptions, QuantizationName
+from loadgen.option_types import Whole, names, option
 from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.live import before_and_after, series
 from servers.calibrate.runs import NotARunError, Observed, RunFacts, read
@@ -368,6 +368,25 @@ class ServerFacts:
         return RunFacts(**asdict(self))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started(LaunchOptions):
+    """A server that is started for the series, of --model, on GPUs of this host."""
+
+    launch: Annotated[
+        Literal["process", "docker"] | None,
+        option(FIT, "Start the server for the series of --live, as `run` does, in place of its URL."),
+    ] = None
+
+    gpus: Annotated[str | None, option(FIT, "GPUs that it may use, as 0,1 (default: all).")] = None
+    dtype: DtypeOption = "float16"
+
+    def options(self, facts: RunFacts) -> dict[str, Any]:
+        """What a run is told of it."""
+        also = {"model": facts.model, "tp": facts.tp and str(facts.tp), "quantization": facts.quantization}
+        also["kv_cache_dtype"] = facts.kv_cache_dtype or "auto"
+        return {name: getattr(self, name) for name in names(Started)} | also
+
+
 def command(
     *observed: Annotated[Path, Parameter(name="run", help="Run directories, or files of records (.jsonl, .jsonl.gz).")],
     out: Annotated[Path, option(FIT, "The profile to write.")],
@@ -387,6 +406,7 @@ def command(
         Path | None, option(FIT, "Profile of the same server, for the times that these runs cannot tell.")
     ] = None,
     facts: Annotated[ServerFacts | None, Parameter(name="*")] = None,
+    started: Annotated[Started | None, Parameter(name="*")] = None,
 ) -> int:
     """Fit a hardware profile to real runs, for `predict --profile` and `run --gpu --profile`.
 
@@ -395,10 +415,14 @@ def command(
     flags = (facts or ServerFacts()).as_flags()
     if out.exists():
         raise CalibrationError(f"{out} exists; name another --out, nothing was overwritten.")
-    if (live is None) == (not observed):
-        raise CalibrationError("name runs to fit to, or a server with --live URL, and not both.")
-    if live is not None:
-        runs, base_profile = _measured(live, out, flags), profiles()[flags.scheduler or DEFAULT]
+    launched = started if started is not None and started.launch is not None else None
+    if sum(map(bool, (observed, live, launched))) != 1:
+        raise CalibrationError(
+            "name one of these: runs to fit to, a server with --live URL, or one to start with --launch."
+        )
+    if not observed:
+        server = {"url": live} if launched is None else launched.options(flags)
+        runs, base_profile = _measured(server, out, flags), profiles()[flags.scheduler or DEFAULT]
         if base is not None:
             base_profile = read_profile(base, runs[0].setup.scheduler)
     else:
@@ -406,25 +430,26 @@ def command(
     aside = runs_among(held_out, flags)
     _check(runs, aside)
     profile = _fitted_and_judged(runs, aside, base)
-    if live is not None:
+    if not observed:
         before = judged(base_profile, runs)
         print(before_and_after(*({one.run: one.e2el_w1 for one in each.held_out} for each in (before, profile))))
         profile = better(before, profile)
         if not profile.fitted_on:
             print("the fit is no better than the profile it began from, which is kept, with its errors here.")
         how = "calibrated" if profile.fitted_on else "not fitted, but checked"
-        profile = msgspec.structs.replace(profile, source=f"{how} live at {live}, {datetime.now():%Y-%m-%d}")
+        where = f"live at {live}" if live else f"live, on a server of {launched.launch}" if launched else ""
+        profile = msgspec.structs.replace(profile, source=f"{how} {where}, {datetime.now():%Y-%m-%d}")
     write(profile, out)
     print(table(profile.held_out) if profile.held_out else "", f"wrote {out}", sep="\n")
     return exit_codes.OK
 
 
-def _measured(url: str, out: Path, flags: RunFacts) -> list[Observed]:
+def _measured(server: dict[str, Any], out: Path, flags: RunFacts) -> list[Observed]:
     """The runs of the fixed series, kept beside the profile."""
     if flags.gpu is None or flags.model is None:
-        raise CalibrationError("a server's address does not tell what it runs on; name --gpu and --model.")
-    backend = (flags.scheduler or DEFAULT).partition("@")[0]
-    return [read(run, flags) for run in series(url, backend, out.with_suffix(".runs"), terminal.note)]
+        raise CalibrationError("a server does not tell which GPU and model a profile is for; name --gpu and --model.")
+    server |= {"backend": (flags.scheduler or DEFAULT).partition("@")[0]}
+    return [read(run, flags) for run in series(server, out.with_suffix(".runs"), terminal.note)]
 
 
 def runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:

@@ -15,7 +15,7 @@ from loadgen.run import NextRun, Run, Say, Served, measure_each
 
 AT_REST = ((64, 32), (512, 32), (2048, 32))  # tokens of prompt and reply
 LENGTHS_FILE = "at_rest.txt"
-Load = Mapping[str, Any]
+Load = dict[str, Any]
 SERIES: Mapping[str, Load] = {
     "rest": {"concurrency": 1, "duration": 15.0},
     "burst": {"requests": 200, "input_tokens": "512", "output_tokens": "64"},
@@ -27,21 +27,22 @@ BURST_S = 60.0  # in which a reply of the burst that has not ended is given up
 UNCOUNTED = 8  # requests before each load
 
 
-def series(
-    url: str,
-    backend: str,
-    directory: Path,
-    say: Say,
-    loads: Mapping[str, Load] = SERIES,
-) -> list[Path]:
-    """The run directories of the series, in `directory`. Raises as `measure_each` does."""
+def series(server: Load, directory: Path, say: Say, loads: Mapping[str, Load] = SERIES) -> list[Path]:
+    """The run directories of the series, in `directory`. server: the options of a run that say where the loads go: to a
+    URL, or to a server that is started once for all of them. Raises as `measure_each` does."""
     with rundir.measuring(directory, plan=LENGTHS_FILE), Stop() as stop:
         lengths = directory / LENGTHS_FILE
         lengths.write_text("".join(f"{prompt} {reply}\n" for prompt, reply in AT_REST))
-        runs = [
-            _run(url, backend, directory / name, number, load, say, stop)
-            for number, (name, load) in enumerate(loads.items())
-        ]
+        at_rest = Load(input_tokens=f"file:{lengths}", output_tokens=f"file:{lengths}")
+
+        def run(where: Path, number: int, load: Load) -> Run:
+            config = Config(
+                seed=number, warmup=UNCOUNTED, drain_warmup=True, calibrate=False, total_timeout=BURST_S, out=where,
+                **server | at_rest | load,
+            )  # fmt: skip
+            return Run(config, where, rundir.new_run_id(), say, stop)
+
+        runs = [run(directory / name, number, load) for number, (name, load) in enumerate(loads.items())]
         for one in runs:
             one.check()
 
@@ -50,22 +51,11 @@ def series(
                 say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in load.items()))
                 yield NextRun(one, lambda: None)
 
-        run_loop(measure_each(runs[0], each))
+        longest = run(directory, 0, {"requests": len(AT_REST)})
+        run_loop(measure_each(longest, each))
         if stop.number is not None:
             raise Stopped("stopped before the series was over; nothing was fitted.", stop.exit_code)
     return [one.directory for one in runs]
-
-
-def _run(url: str, backend: str, directory: Path, number: int, load: Load, say: Say, stop: Stop) -> Run:
-    lengths = directory.parent / LENGTHS_FILE
-    options = dict(load)
-    if "input_tokens" not in load:
-        options |= {"input_tokens": f"file:{lengths}", "output_tokens": f"file:{lengths}"}
-    config = Config(
-        backend=backend, url=url, seed=number, warmup=UNCOUNTED, drain_warmup=True, calibrate=False,
-        total_timeout=BURST_S, out=directory, **options,
-    )  # fmt: skip
-    return Run(config, directory, rundir.new_run_id(), say, stop)
 
 
 def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:

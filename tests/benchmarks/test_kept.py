@@ -95,7 +95,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, results: Path, capsys: pytest
 
 
 class History:
-    """A repository in which a prediction and a run were committed; what it tells of them is originals.tsv."""
+    """A repository in which a prediction and a run were committed; what it tells of them is originals.tsv.xz."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.rows = place, list[str]()
@@ -126,9 +126,9 @@ class History:
 
     def told(self, monkeypatch: pytest.MonkeyPatch, place: Path | None = None, files: int | None = None) -> int:
         monkeypatch.setattr(kept, "ROOT", place or self.place)
-        monkeypatch.setattr(kept, "ORIGINALS", self.place / "originals.tsv")
+        monkeypatch.setattr(kept, "ORIGINALS", self.place / "originals.tsv.xz")
         head = f"# {len(self.rows) if files is None else files} files"
-        kept.ORIGINALS.write_text("\n".join([head, *self.rows]) + "\n")
+        kept.ORIGINALS.write_bytes(lzma.compress(("\n".join([head, *self.rows]) + "\n").encode()))
         return kept.main(["check"])
 
 
@@ -196,7 +196,7 @@ def test_originals_that_are_others_or_in_no_commit_are_named(
     history.commit("predicted", 0.0, 1_700_000_100)
     path, digest, commit = history.rows[1].split("\t")
     for row, said in (
-        (f"{path}\t{'0' * 64}\t{commit}", "is not the file that originals.tsv names"),
+        (f"{path}\t{'0' * 64}\t{commit}", "is not the file that originals.tsv.xz names"),
         (f"{path}x\t{digest}\t{commit}", "is not in commit"),
         (f"{path}\t{digest}", "is cut off or damaged"),
     ):

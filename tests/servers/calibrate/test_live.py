@@ -34,16 +34,27 @@ def url() -> Iterator[str]:
         process.wait()
 
 
-def test_the_series_is_one_request_at_rest_a_burst_and_a_loop(url: str, tmp_path: Path) -> None:
-    """Here each is short; the three lengths at rest come in turn."""
+def series(server: dict[str, str], directory: Path) -> list[Path]:
+    """Here each load is short."""
     short = {"rest": {"duration": 2.0}, "burst": {"requests": 30}, "loop": {"duration": 2.0, "concurrency": 8}}
     loads = {name: {**load, **short[name]} for name, load in live.SERIES.items()}
-    runs = live.series(url, "vllm", tmp_path / "p.runs", lambda line: None, loads)
+    return live.series({"backend": "vllm", **server}, directory, lambda line: None, loads)
+
+
+def test_the_series_is_one_request_at_rest_a_burst_and_a_loop(url: str, tmp_path: Path) -> None:
+    """The three lengths at rest come in turn."""
+    runs = series({"url": url}, tmp_path / "p.runs")
     assert [run.name for run in runs] == ["rest", "burst", "loop"]
     tables = {run.name: records.read(run)[0].measured() for run in runs}
     assert set(Counter(tables["rest"].asked_prompt_tokens.tolist())) == {prompt for prompt, _ in live.AT_REST}
     assert len(tables["burst"]) == 30 and rundir.read_manifest(runs[2]).arrival == "concurrency:8"
     assert all(table.ok.all() for table in tables.values())
+
+
+def test_a_server_is_started_once_for_the_series(tmp_path: Path) -> None:
+    runs = series({"launch": "embedded", "gpu": "h200", "model": "7b"}, tmp_path / "p.runs")
+    addresses = {rundir.read_manifest(run).url for run in runs}
+    assert len(runs) == 3 and len(addresses) == 1
 
 
 def test_two_minutes_are_enough() -> None:
