@@ -229,7 +229,7 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     longer = length / cell.seq_len  # virtual tokens pass through the model and are no tokens of the data
 
     lora = counts.adapter if method.has_lora else 0
-    in_layers = sum(kind.count * _layer_parameters(spec, kind) for kind in spec.kinds) + lora
+    in_layers = matrix_parameters(spec) + lora
     head = spec.vocab_size * spec.hidden
     trained = lora if method.adapter else head if method.quantized else in_layers + head
     attention = float(length * sum(kind.count * kind.attention.pair_flops for kind in spec.kinds))
@@ -340,6 +340,20 @@ def _not_repeated(cell: Cell, spec: ModelSpec, kind: Layers) -> int:
     if whole or kind.mlp.experts > 1 or kind.norms != 2 or "down_proj" in adapted_linears(cell, spec, kind):
         return 0
     return spec.hidden * kind.mlp.width
+
+
+def matrix_parameters(spec: ModelSpec) -> int:
+    """Elements of the matrices of all layers, experts' left out."""
+    return sum(kind.count * _layer_parameters(spec, kind) for kind in spec.kinds)
+
+
+def largest_matrix(cell: Cell, spec: ModelSpec) -> tuple[int, int]:
+    """Rows and columns of the largest matrix of a layer that trains."""
+    sizes = [size for kind in spec.kinds for size in layer_linears(spec, kind).values()]
+    if cell.letters.has_lora:
+        adapted = [size for kind in spec.kinds for size in adapted_linears(cell, spec, kind).values()]
+        return cell.lora_rank, max((max(size) for size in adapted), default=0)
+    return max(sizes, key=lambda size: size[0] * size[1])
 
 
 def _layer_parameters(spec: ModelSpec, kind: Layers) -> int:

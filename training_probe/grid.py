@@ -27,6 +27,7 @@ Adapter = Literal["L", "QL", "PT"]
 AdapterDtype = Literal["bf16", "fp32"]
 Device = Literal["cuda", "cpu"]
 Loss = Literal["plain", "chunked", "liger"]
+Optim = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "muon"]
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "megatron", "fsdp2", "ddp")
 PAPER_SEQ_LEN = 350
@@ -146,6 +147,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     double_quant: whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in
     torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
+    optim: what updates; adamw_8bit says so of one of them, as files of before have it.
     """
 
     model: str
@@ -172,6 +174,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     loss: Loss = "plain"
     dp_replicate: int = 1
     fp8: bool = False
+    optim: Optim = "adamw"
+
+    def __post_init__(self) -> None:
+        agree(self)
 
     @property
     def letters(self) -> Method:
@@ -201,6 +207,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def adapts(self) -> tuple[str, ...]:
         """The linear layers that LoRA adapts where the model has them."""
         return self.lora_targets + FUSED_TARGETS if self.lora_targets == LORA_TARGETS else self.lora_targets
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether the moments have 8 bits."""
+        return self.optim in ("adamw-8bit", "paged-adamw-8bit")
 
     @property
     def wide_adapters(self) -> bool:
@@ -245,6 +256,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Cell)}
 
 
+def agree(of: Any) -> None:
+    """`adamw_8bit` of a cell or a result, which files of before have, says the same as its `optim`."""
+    if of.adamw_8bit and of.optim == "adamw":
+        msgspec.structs.force_setattr(of, "optim", "adamw-8bit")
+    msgspec.structs.force_setattr(of, "adamw_8bit", of.optim == "adamw-8bit")
+
+
 class Options(Protocol):
     """What a cell has beside its letters, and what is measured of it as well."""
 
@@ -263,7 +281,7 @@ class Options(Protocol):
     @property
     def double_quant(self) -> bool: ...
     @property
-    def adamw_8bit(self) -> bool: ...
+    def optim(self) -> str: ...
     @property
     def checkpoint(self) -> str: ...
     @property
@@ -282,7 +300,7 @@ def beyond_letters(of: Options) -> list[str]:
         "lora_targets": "-".join(target.removesuffix("_proj") for target in of.lora_targets),
         "adapter_dtype": f"{of.adapter_dtype}-adapters",
         "double_quant": "single-quant",
-        "adamw_8bit": "adamw8bit",
+        "optim": {"adamw-8bit": "adamw8bit", "paged-adamw-8bit": "paged-adamw8bit"}.get(of.optim, of.optim),
         "checkpoint": f"ac-{of.checkpoint}",
         "loss": f"{of.loss}-loss",
         "dp_replicate": f"hsdp{of.dp_replicate}",
@@ -293,6 +311,7 @@ def beyond_letters(of: Options) -> list[str]:
 
 # Which options are of which letters alone.
 _OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype"), ("double_quant",)
+_FLAGS = {"double_quant": "--no-double-quant", "optim": "--optimizer"}
 
 
 def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
@@ -305,11 +324,13 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
         idle["adapter_dtype"] = "DeepSpeed's ZeRO casts what it trains to bf16, and keeps fp32 masters of it"
     if not cell.letters.four_bit:
         idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
+    if cell.optim == "muon" and (cell.letters.quantized or cell.letters.adapter == "PT"):
+        idle["optim"] = "of what it trains nothing is a matrix of a layer, and AdamW updates all of it"
     if layers is not None and (every := cell.recomputed_every) and every > layers:
         idle["checkpoint"] = f"its model has {layers} layers, and none is the {every}-th"
     idle = {name: why for name, why in idle.items() if getattr(cell, name) != _DEFAULTS[name]}
     plain = msgspec.structs.replace(cell, **{name: _DEFAULTS[name] for name in idle})
-    flags = {name: f"--{name.replace('_', '-')}" for name in idle} | {"double_quant": "--no-double-quant"}
+    flags = {name: _FLAGS.get(name, f"--{name.replace('_', '-')}") for name in idle}
     return plain, [f"{flags[name]} changes nothing for {plain.name}: {why}" for name, why in idle.items()]
 
 
@@ -449,7 +470,9 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
         yield "experts are neither computed in fp8 nor divided by TP here"
     if cell.fp8 and cell.device == "cuda":
         yield from _of_fp8_products(cell, spec)
-    if cell.adamw_8bit and cell.engine == "deepspeed" and cell.device == "cuda":
+    if mixture and cell.optim == "muon" and not method.adapter:
+        yield "Muon updates matrices, and experts are tensors of three dimensions; use --optimizer adamw or adamw-8bit"
+    if cell.eight_bit and cell.engine == "deepspeed" and cell.device == "cuda":
         yield from _of_8bit_updates(cell, spec)
 
 
@@ -530,12 +553,9 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "Megatron knows of these letters R, F and Z1 (its distributed optimizer) only"
         if method.zero and cell.device == "cpu":
             yield "Megatron's distributed optimizer takes tensors of a GPU only"
-        if cell.loss != "plain" or cell.adamw_8bit:
+        if cell.loss != "plain" or cell.optim != "adamw":
             yield "Megatron has a loss and an optimizer of its own"
-    if cell.tp > 1 and (cell.loss != "plain" or cell.adamw_8bit):
-        yield "with TP the loss is plain and AdamW has 32 bits here"
-    if cell.adamw_8bit and method.offload:
-        yield "what is offloaded is updated with 32-bit states; leave O or --adamw-8bit out"
+    yield from _of_optimizer(cell, method)
     if cell.engine == "ddp" and method.zero:
         yield "ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
     if cell.engine == "fsdp2":
@@ -543,6 +563,20 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "fsdp2 always shards: use Z2 (parameters kept after the forward pass) or Z3"
         if method.four_bit:
             yield "4-bit weights are not built for fsdp2 here; use deepspeed or ddp"
+
+
+def _of_optimizer(cell: Cell, method: Method) -> Iterator[str]:
+    if cell.tp > 1 and (cell.loss != "plain" or cell.optim != "adamw"):
+        yield "with TP the loss is plain and the optimizer is AdamW with 32 bits here"
+    if cell.optim != "adamw" and method.offload:
+        yield f"what is offloaded is updated by AdamW with 32-bit states; leave O or --optimizer {cell.optim} out"
+    if cell.optim == "paged-adamw-8bit" and cell.device == "cpu":
+        yield "moments are paged between a GPU and its host, and the CPU has them anyway; use --optimizer adamw-8bit"
+    if cell.optim == "paged-adamw-8bit" and cell.engine == "fsdp2":
+        yield (
+            "bitsandbytes pages no moments of fsdp2's sharded tensors; use ddp or deepspeed, or --optimizer "
+            "adamw-8bit, which is torchao's there"
+        )
 
 
 def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:

@@ -65,7 +65,8 @@ MEASURED = Group("How they are measured", sort_key=3)
 WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
 UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8")
-METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", *UNTRACED_METHODS)
+METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", "optimizer",
+           *UNTRACED_METHODS)  # fmt: skip
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _methods = partial(option, OF_METHODS)
@@ -158,9 +159,15 @@ class Grid:
     double_quant: Annotated[
         bool, _methods("Quantize the scales of 4-bit weights too (Q, QL).", negative=("--no-double-quant",))
     ] = True
-    adamw_8bit: Annotated[
-        bool, _methods("AdamW with moments in 8 bits, by bitsandbytes, for fsdp2 by torchao.", show_default=False)
-    ] = False
+    adamw_8bit: Annotated[bool, _methods("The same as --optimizer adamw-8bit.", show_default=False)] = False
+    optimizer: Annotated[
+        grid.Optim,
+        _methods(
+            "adamw-8bit: moments in 8 bits (bitsandbytes, for fsdp2 torchao); paged-adamw-8bit: paged to the host "
+            "where the GPU is full (bitsandbytes); muon: torch's or DeepSpeed's Muon for matrices of layers, AdamW for "
+            "the rest."
+        ),
+    ] = "adamw"
     checkpoint: Annotated[
         str,
         _methods(
@@ -199,6 +206,10 @@ class Grid:
             raise GridError("name --method (Naive Z2 F+R+Z3+O ...) or a --preset.")
         usual = "own" if own and len(own) == len(self.engine) else "tiny" if device == "cpu" else "7b"
         default_gpus = (here,) if device == "cuda" and here else (1,)
+        methods = {name: getattr(self, name) for name in METHODS}
+        methods["optim"] = methods.pop("optimizer")
+        if self.adamw_8bit and self.optimizer not in ("adamw", "adamw-8bit"):
+            raise GridError(f"--adamw-8bit and --optimizer {self.optimizer} are two optimizers; name one.")
         named: list[Cell] = []
         for method in self.method or (grid.NAIVE,):
             task = self.task or Method.parse(method).task
@@ -211,7 +222,7 @@ class Grid:
                 micro_batches=[_micro_batch(text) for text in self.micro_batch or ("1",)],
                 task=task, grad_accum=self.grad_accum, tp=self.tp, pp=self.pp, cp=self.cp,
                 attention=self.attention, compile=self.compile, device=device,
-                **{name: getattr(self, name) for name in METHODS},
+                **methods,
             )  # fmt: skip
         return list(dict.fromkeys(named))
 
@@ -641,9 +652,9 @@ def needed(cells: Sequence[Cell]) -> list[str]:
             names["megatron.core"] = None
         if method.adapter:
             names["peft"] = None
-        if method.four_bit or (cell.adamw_8bit and cell.engine != "fsdp2"):
+        if method.four_bit or (cell.eight_bit and cell.engine != "fsdp2"):
             names["bitsandbytes"] = None
-        if cell.fp8 or (cell.adamw_8bit and cell.engine == "fsdp2"):
+        if cell.fp8 or (cell.eight_bit and cell.engine == "fsdp2"):
             names["torchao"] = None
         if cell.loss == "liger":
             names["liger_kernel"] = None

@@ -16,7 +16,7 @@ import msgspec
 from backends.exit_codes import UserError
 from backends.untrusted import read_json_lines
 from training_probe.conditions import Conditions, worst
-from training_probe.grid import LORA_ALPHA, LORA_RANK, LORA_TARGETS, Cell
+from training_probe.grid import LORA_ALPHA, LORA_RANK, LORA_TARGETS, Cell, agree
 from training_probe.protocol import RankReport, Step
 
 RESULTS_FILE, BREAKDOWN_FILE = "results.jsonl", "breakdown.jsonl"
@@ -95,6 +95,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     loss: str = "plain"
     dp_replicate: Size = 1
     fp8: bool = False
+    optim: str = "adamw"
     deepspeed: dict[str, Any] | None = None  # the user's own configuration, merged over what the cell gives
     cell: str  # Cell.name: what resuming goes by
     outcome: Outcome
@@ -135,6 +136,9 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     log: str = ""  # of the last run, relative to the sweep's directory
     nodes: list[str] = []  # addresses of the nodes that it ran on, where that was a cluster
     conditions: Conditions | None = None  # the worst of the runs and ranks
+
+    def __post_init__(self) -> None:
+        agree(self)
 
     @property
     def state(self) -> Outcome | Literal["invalid"]:

@@ -6,6 +6,7 @@ import re
 from itertools import chain, combinations, product
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,9 +170,16 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Naive", {"model": "mixtral-8x7b", "engine": "megatron"}, "experts"),
         ("Naive", {"engine": "megatron", "loss": "chunked"}, "a loss and an optimizer of its own"),
         ("Naive", {"engine": "megatron", "adamw_8bit": True}, "a loss and an optimizer of its own"),
-        ("Z2+O", {"adamw_8bit": True}, "leave O or --adamw-8bit out"),
-        ("Z3+O", {"engine": "fsdp2", "adamw_8bit": True}, "leave O or --adamw-8bit out"),
+        ("Z2+O", {"adamw_8bit": True}, "leave O or --optimizer adamw-8bit out"),
+        ("Z3+O", {"engine": "fsdp2", "adamw_8bit": True}, "leave O or --optimizer adamw-8bit out"),
         ("Z2", {"gpus": 3, "adamw_8bit": True}, "updates 2.2 billion parameters in one tensor"),
+        ("Z2", {"gpus": 3, "optim": "paged-adamw-8bit"}, "updates 2.2 billion parameters in one tensor"),
+        ("Z3", {"engine": "fsdp2", "optim": "paged-adamw-8bit"}, "use ddp or deepspeed"),
+        ("Naive", {"engine": "ddp", "optim": "paged-adamw-8bit", "device": "cpu"}, "use --optimizer adamw-8bit"),
+        ("Z3+O", {"optim": "muon"}, "leave O or --optimizer muon out"),
+        ("Z3", {"optim": "muon", "model": "mixtral-8x7b"}, "use --optimizer adamw or adamw-8bit"),
+        ("Naive", {"optim": "muon", "engine": "megatron"}, "a loss and an optimizer of its own"),
+        ("Z3", {"optim": "muon", "engine": "fsdp2", "tp": 2, "gpus": 2}, "the optimizer is AdamW"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], why: str) -> None:
@@ -193,6 +201,8 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
         ("Z2+O", {"engine": "fsdp2", "dp_replicate": 2, "gpus": 8}), ("Z3", {"checkpoint": "2"}),
         ("Z3", {"model": "mixtral-8x7b", "gpus": 8}), ("Z3", {"gpus": 8, "adamw_8bit": True, "loss": "liger"}),
         ("Z2", {"gpus": 4, "adamw_8bit": True}), ("Z3", {"adamw_8bit": True}),
+        ("Naive", {"engine": "ddp", "optim": "muon"}), ("Z3", {"engine": "fsdp2", "optim": "muon", "gpus": 8}),
+        ("Z2", {"optim": "muon"}), ("Naive", {"engine": "ddp", "optim": "paged-adamw-8bit"}),
         ("L+Z2", {"task": "finetune", "adamw_8bit": True}),
         ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
         ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
@@ -241,6 +251,23 @@ def test_a_layer_that_no_model_has_is_not_recomputed() -> None:
     for fine in (cell("F+Z3", model="7b", checkpoint="32"), cell("F+Z3", model="7b", checkpoint="op")):
         assert settled(fine, 32) == (fine, [])
     assert settled(asked) == (asked, [])  # of a model whose layers are not known
+
+
+def test_8_bit_adamw_goes_by_either_name_and_is_read_of_files_of_before() -> None:
+    """Cells of manifests, whose names the rows of a sweep go by when it is resumed."""
+    named, before = cell("Z2", model="7b", optim="adamw-8bit"), cell("Z2", model="7b", adamw_8bit=True)
+    assert named == before and named.adamw_8bit and named.name == "7b_pretrain_deepspeed_Z2_1x_s350_b1_adamw8bit"
+    line = b'{"model":"7b","method":"Z2","adamw_8bit":true}'
+    assert msgspec.json.decode(line, type=Cell) == named
+    assert msgspec.json.decode(msgspec.json.encode(named), type=Cell) == named
+    assert not cell("Z2", model="7b", optim="muon").adamw_8bit
+
+
+@pytest.mark.parametrize("method", ["PT", "Q"])
+def test_muon_changes_nothing_where_no_matrix_of_a_layer_trains(method: str) -> None:
+    plain, (clause,) = settled(cell(method, model="7b", engine="ddp", optim="muon"))
+    assert plain == cell(method, model="7b", engine="ddp") and clause.startswith("--optimizer changes nothing")
+    assert settled(cell("L", model="7b", engine="ddp", optim="muon"))[1] == []
 
 
 def test_of_a_model_that_is_not_known_only_the_engine_is_asked() -> None:

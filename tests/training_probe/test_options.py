@@ -42,6 +42,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "adapter_dtype": (["bf16"], "adapter_dtype", "bf16"),
     "double_quant": ([], "double_quant", False),
     "adamw_8bit": ([], "adamw_8bit", True),
+    "optimizer": (["muon"], "optim", "muon"),
     "checkpoint": (["op"], "checkpoint", "op"),
     "loss": (["chunked"], "loss", "chunked"),
     "dp_replicate": (["2"], "dp_replicate", 2),

@@ -45,6 +45,9 @@ NORM_BYTES, NORM_ELEMENTS = 8, 250_000_000
 PLAIN_REDUCE_BYTES = 6
 # torch's AdamW, which megatron-core takes where apex and Transformer Engine are not, has all square roots at once.
 FOREACH_ADAM_BYTES = 4
+# ZeRO 1 and 2 keep Muon's momentum twice in the gradients' bf16: the last step's and the one that is being made. ZeRO 3
+# gathers as many elements as a bucket has, of gradients and of the momentum, through a buffer.
+MUON_STAGED, MUON_GATHERED = 4, 6
 # --- ---
 
 
@@ -64,7 +67,7 @@ def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...]
     if cell.engine == "fsdp2":
         return tuple(_fsdp2(rank)), tuple(_host(rank))
     if cell.engine == "ddp":
-        return tuple(_ddp(rank)), ()
+        return tuple(_ddp(rank)), tuple(_paged(rank))
     return tuple(_deepspeed(rank)), tuple(_host(rank))
 
 
@@ -82,6 +85,8 @@ def _plain(rank: Rank) -> Iterator[Moment]:
     flat = PLAIN_REDUCE_BYTES if rank.trained_bytes == 2 else 4  # what is fp32 already has no copy
     bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
     yield Moment("reduction", (*held, gradients, product("buckets", flat, bucket, "elements, flat and fp32")))
+    if update := rank.muon(rank.trained_bytes):
+        yield Moment("optimizer step", (*held, gradients, *update))
 
 
 def _zero_2(rank: Rank) -> Iterator[Moment]:
@@ -93,7 +98,7 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
     if offload:
         held.append(product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
     else:
-        held.append(product("optimizer states", MASTER + rank.states(STATES_FP32), trainable, "trainable", ranks))
+        held += rank.states(STATES_FP32, ranks, master=MASTER, momentum=MUON_STAGED)
     buckets = product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
     copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
     copy = product("reduction copy", 2, copied, "elements of a bucket, flattened")
@@ -120,6 +125,9 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
         always = [copy] if trainable < ranks * REDUCE_BUCKET else []
         yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
         yield Moment("last reduction", (*held, *after, *own, buckets, *aside))
+    if update := rank.muon(2):
+        made = product("Muon's updates", 2, rank.matrices, "elements of layers' matrices", ranks)
+        yield Moment("Muon's updates", (*held, *own, buckets, made, *update))
     if not offload:
         step = product("optimizer temporaries", 6, trainable, "trainable: a flat bf16 copy, fp32 gradients", ranks)
         yield Moment("optimizer step", (*held, *own, step))
@@ -161,7 +169,7 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
         held += [
             *four_bit(rank, ranks),
             product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
-            product("optimizer states", MASTER + rank.states(STATES_FP32), trainable, "trainable", ranks),
+            *rank.states(STATES_FP32, ranks, master=MASTER, momentum=2),
             product("gradients", 2, trainable, "trainable", ranks),
         ]
     gathers = ranks > 1 or offload
@@ -181,6 +189,14 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
         yield rank.last_layer([*held, *live, *reduced], "first reduction", gone)
     yield rank.first_layer([*held, *live, arriving])
     yield Moment("last reduction", (*held, *few, *reduced))
+    if update := rank.muon(2):
+        gathered = product(
+            "Muon's updates",
+            2 if ranks == 1 else MUON_GATHERED,
+            min(rank.matrices, REDUCE_BUCKET),
+            "elements of a bucket",
+        )
+        yield Moment("Muon's updates", (*held, gathered, *update))
     if not offload:
         group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
         step = product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
@@ -216,7 +232,8 @@ def _ddp(rank: Rank) -> Iterator[Moment]:
     held = with_bf16_states(rank)
     if rank.ranks == 1:
         yield from with_new_gradients(rank, held)
-        yield Moment("optimizer step", (*held, product("gradients", rank.trained_bytes, trainable, "trainable")))
+        gradients = product("gradients", rank.trained_bytes, trainable, "trainable")
+        yield Moment("optimizer step", (*held, gradients, *rank.muon(rank.trained_bytes)))
         return
     held.append(product("gradients", rank.trained_bytes, trainable, "trainable, as buckets"))
     yield rank.loss(held)
@@ -226,6 +243,8 @@ def _ddp(rank: Rank) -> Iterator[Moment]:
             product("newest gradient", rank.trained_bytes, rank.counts.largest_trainable, "elements, on its way"),
         ]
     )
+    if update := rank.muon(rank.trained_bytes):
+        yield Moment("optimizer step", (*held, *update))
 
 
 def _fsdp2(rank: Rank) -> Iterator[Moment]:
@@ -241,7 +260,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
         held += [
             product("parameters", width, trainable, "trainable", ranks),
             *([product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
-            product("optimizer states", rank.states(2 * width), trainable, "trainable", ranks),
+            *rank.states(2 * width, ranks),
         ]
         gradients = [product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
@@ -266,7 +285,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
     roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
     yield Moment("last reduction", (*held, *gradients, roots))
-    yield Moment("optimizer step", (*held, *gradients))
+    yield Moment("optimizer step", (*held, *gradients, *rank.muon(width)))
 
 
 def _fsdp2_bytes(rank: Rank) -> int:
@@ -307,6 +326,7 @@ def _stages(cell: Cell, spec: ModelSpec, batch: int) -> Iterator[Rank]:
 def _host(rank: Rank) -> Iterator[Term]:
     """What offload keeps on the node, all ranks together. Pinned buffers are rounded up to a power of two by torch."""
     if not rank.method.offload:
+        yield from _paged(rank)
         return
     counts, ranks = rank.counts, rank.ranks
     trainable = counts.trainable
@@ -331,6 +351,15 @@ def _host(rank: Rank) -> Iterator[Term]:
         yield _pinned("fp32 gradients", 4, own, ranks)
         yield _pinned("bf16 parameters", 2, own, ranks)
     yield product("optimizer states", STATES_FP32, trainable, "trainable")
+
+
+def _paged(rank: Rank) -> Iterator[Term]:
+    """What bitsandbytes pages: on the GPU as far as there is room, which torch does not count, at worst all here."""
+    if rank.cell.optim == "paged-adamw-8bit":
+        replicas = rank.ranks if rank.cell.engine == "ddp" or not rank.method.zero else 1
+        yield product(
+            "paged moments", 2, replicas * rank.counts.trainable, "trainable, those that the GPU has no room for"
+        )
 
 
 def _rounded_up(spec: ModelSpec, width: int, ranks: int) -> int:

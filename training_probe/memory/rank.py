@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from backends.decoder import ModelSpec
-from training_probe.flops import Weights, layer_linears
+from training_probe.flops import Weights, largest_matrix, layer_linears, matrix_parameters
 from training_probe.grid import LOSS_CHUNKS, Cell, Method
 from training_probe.memory.layers import BY_ROWS, LayerBytes, liger_tokens, logits_bytes, outside_bytes, tokens_in_model
 
@@ -21,7 +21,8 @@ LIBRARIES_BYTES = 96 << 20
 NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 # Moments of 8-bit AdamW, bitsandbytes' and torchao's: a byte each, and 4 for 256 of them. Tensors of less than 4096
 # elements, which keep 32 bits, are norms and biases.
-STATES_8BIT = 2 * (1 + 4 / 256)
+SCALES_8BIT = 2 * 4 / 256  # which are not paged
+STATES_8BIT = 2 + SCALES_8BIT
 # torchao rounds to fp8 through fp32: a copy, and that times the scale. Compiled it is one kernel.
 FP8_CAST_BYTES = 8
 # --- ---
@@ -81,9 +82,34 @@ class Rank:
         """Of a weight that trains, and of its gradient, where an engine leaves the model as it is."""
         return 4 if self.cell.wide_adapters else 2
 
-    def states(self, usual: float) -> float:
-        """Bytes of Adam's two moments per parameter. usual: with its plain AdamW."""
-        return STATES_8BIT if self.cell.adamw_8bit else usual
+    def states(self, usual: float, ranks: int = 1, *, master: int = 0, momentum: float | None = None) -> list[Term]:
+        """What the optimizer holds. usual: of plain AdamW's two moments, bytes a parameter; momentum: of Muon's one, by
+        default half of that; master: of a copy of the weight beside them."""
+        trainable = self.counts.trainable
+        if self.cell.optim != "muon":
+            moments = {"adamw-8bit": STATES_8BIT, "paged-adamw-8bit": SCALES_8BIT}.get(self.cell.optim, usual)
+            return [product("optimizer states", master + moments, trainable, "trainable", ranks)]
+        own = usual / 2 if momentum is None else momentum
+        return [
+            product("Muon's momentum", master + own, self.matrices, "elements of layers' matrices", ranks),
+            product("optimizer states", master + usual, trainable - self.matrices, "other trainable, by AdamW", ranks),
+        ]
+
+    @property
+    def matrices(self) -> int:
+        """Of what trains, the elements that Muon updates."""
+        return self.counts.adapter or matrix_parameters(self.spec) // (self.cell.tp * self.cell.pp)
+
+    def muon(self, each: float, ranks: int = 1) -> list[Term]:
+        """What Muon has besides of the matrix that it makes an update for, of a gradient of `each` bytes: that with the
+        momentum, one or two in bf16, and two squares."""
+        if self.cell.optim != "muon":
+            return []
+        rows, columns = sorted(largest_matrix(self.cell, self.spec))
+        return [
+            product("Muon's update", 2 * each, rows * columns, "elements of the largest matrix", ranks),
+            product("Muon's squares", 4, rows * rows, "elements, bf16, two of them"),
+        ]
 
     def loss(self, held: Iterable[Term]) -> Moment:
         """The gradient of the logits: all activations and the loss's tensors."""
@@ -199,7 +225,7 @@ def with_bf16_states(rank: Rank) -> list[Term]:
     """What a model holds all the time whose optimizer keeps states of its weights' kind, and nothing is divided."""
     return [
         *whole_parameters(rank),
-        product("optimizer states", rank.states(2 * rank.trained_bytes), rank.counts.trainable, "trainable"),
+        *rank.states(2 * rank.trained_bytes),
         *libraries(rank),
     ]
 

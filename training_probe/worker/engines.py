@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training_probe import own_deepspeed, trials
-from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, Unsupported, learning_rate
+from training_probe.protocol import CLIP_NORM, Trial, Unsupported
 from training_probe.worker import model as models
-from training_probe.worker import sharding
+from training_probe.worker import optimizers, sharding
 from training_probe.worker.measure import Stepper
 
 
@@ -33,32 +33,6 @@ def build(trial: Trial, device: torch.device) -> Stepper:
         return Megatron(trial, device)
     others: dict[str, Callable[[Trial, torch.device], Stepper]] = {"deepspeed": DeepSpeed, "fsdp2": Fsdp2, "ddp": Ddp}
     return others[engine](trial, device)
-
-
-def adam(parameters: Any, trial: Trial, *, fused: bool | None = True) -> torch.optim.Optimizer:
-    """AdamW over what trains: torch's own; with 8-bit moments torchao's for DTensors, which it knows, else that of
-    bitsandbytes. fused: torch's in one kernel; None: as torch chooses."""
-    own = [parameter for parameter in parameters if parameter.requires_grad]
-    trained = [{"params": group} for group in sharding.by_mesh(own)]
-    settings: dict[str, Any] = {
-        "lr": learning_rate(trial.cell.letters), "betas": BETAS, "weight_decay": WEIGHT_DECAY,
-    }  # fmt: skip
-    if not trial.cell.adamw_8bit:
-        return torch.optim.AdamW(trained, **settings, fused=fused)
-    if trial.cell.engine == "fsdp2":
-        import torchao.optim
-
-        chosen: torch.optim.Optimizer = torchao.optim.AdamW8bit(trained, **settings)
-        return chosen
-    import bitsandbytes.optim
-
-    other: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **settings)
-    return other
-
-
-def named(optimizer: Any) -> str:
-    """What it is called: its package and its class."""
-    return f"{type(optimizer).__module__.partition('.')[0]} {type(optimizer).__name__}"
 
 
 class _Phased:
@@ -109,11 +83,11 @@ class DeepSpeed(_Phased):
         self.parameters = models.count(model)
         self.engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
-            optimizer=None if "optimizer" in config else adam(model.parameters(), trial, fused=None),
+            optimizer=None if "optimizer" in config else optimizers.build(model, trial, fused=None),
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
         )
-        self.optimizer = named(getattr(optimizer, "optimizer", optimizer))
+        self.optimizer = optimizers.named(getattr(optimizer, "optimizer", optimizer))
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         loss: Tensor = self.engine(input_ids=tokens, labels=tokens).loss
@@ -158,9 +132,10 @@ class _Torch(_Phased):
     def __init__(self, trial: Trial, model: nn.Module) -> None:
         self.model = model
         self._accumulated = trial.cell.grad_accum
-        self.adam = adam(model.parameters(), trial)
+        self.adam = optimizers.build(model, trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = named(self.adam) + ("" if trial.cell.adamw_8bit else " fused")
+        label = optimizers.named(self.adam)
+        self.optimizer = label + (" fused" if label.endswith("AdamW") else "")
 
     def forward(self, tokens: Tensor, last: bool) -> Tensor:
         self._synchronise(last)

@@ -50,6 +50,10 @@ LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
 SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
 HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
+MUON, BY_MUON = {"optim": "muon"}, [
+    ("ddp", "Naive"), ("deepspeed", "Naive"), ("deepspeed", "Z1"), ("deepspeed", "Z2"), ("deepspeed", "Z3"),
+    ("fsdp2", "Z2"), ("fsdp2", "Z3"), ("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3"),
+]  # fmt: skip
 IN_CHUNKS = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("deepspeed", "L+Z3"), ("ddp", "PT")]
 BY_LIGER = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("ddp", "L")]
 LATER = [
@@ -57,6 +61,7 @@ LATER = [
     *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
     *((engine, method, HALVES) for engine, method in IN_HALVES),
     *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
+    *((engine, method, MUON) for engine, method in BY_MUON),
     *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
     *((engine, method, LIGER) for engine, method in BY_LIGER),
 ]
@@ -293,6 +298,18 @@ def test_8_bit_adamw_learns_as_much(trained: Trained, engine: str, method: str, 
     assert trained.losses(asked) == pytest.approx(trained.losses(tiny.cell(engine, method, gpus)), abs=AGREE)
     package = "torchao" if engine == "fsdp2" else "bitsandbytes"
     assert trained.reports(asked)[0].optimizer == f"{package} AdamW8bit"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), BY_MUON)
+def test_muon_is_the_same_in_every_engine(trained: Trained, engine: str, method: str, gpus: int) -> None:
+    found = trained.losses(tiny.cell(engine, method, gpus, **MUON))
+    expected = trained.losses(tiny.cell("ddp", "L" if "L" in method else "Naive", gpus, **MUON))
+    assert found == pytest.approx(expected, abs=5 * AGREE)
+    plain = trained.losses(tiny.cell(engine, method, gpus))
+    assert found[0] == plain[0] and found != plain
+    name = "deepspeed MuonWithAuxAdam" if engine == "deepspeed" else "torch Muon"
+    assert trained.reports(tiny.cell(engine, method, gpus, **MUON))[0].optimizer.startswith(name)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

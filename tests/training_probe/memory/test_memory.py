@@ -157,6 +157,33 @@ def test_moments_in_8_bits(method: str, more: dict[str, Any], usual: int, in_8_b
     assert states == [usual * N, round((in_8_bits + 2 * 4 / 256) * N)]
 
 
+@pytest.mark.parametrize(
+    ("method", "more", "usual", "momentum"),
+    [("Naive", {"engine": "ddp"}, 4, 2), ("Naive", {}, 4, 2), ("Z2", {}, 12, 8), ("Z3", {}, 12, 6),
+     ("Z3", {"engine": "fsdp2"}, 8, 4)],
+)  # fmt: skip
+def test_muon_has_one_moment_of_the_matrices_of_layers(
+    method: str, more: dict[str, Any], usual: int, momentum: int
+) -> None:
+    """AdamW's two of tables and norms. DeepSpeed's is bf16, with ZeRO 1 and 2 twice, beside fp32 masters."""
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    held = of(method, optim="muon", **more)
+    states = [term(held, "loss", name) for name in ("Muon's momentum", "optimizer states")]
+    assert states == [momentum * matrices, usual * (N - matrices)]
+    last = next(moment for moment in held.moments if any(each.name == "Muon's squares" for each in moment.terms))
+    assert next(each.bytes for each in last.terms if each.name == "Muon's squares") == 4 * 4096**2
+
+
+def test_paged_moments_are_not_torchs_and_at_worst_the_hosts() -> None:
+    for method, more, usual in (("Naive", {"engine": "ddp"}, 0), ("Z2", {}, 4), ("Z3", {"gpus": 2}, 4)):
+        paged = of(method, optim="paged-adamw-8bit", **more)
+        held = paged.moments[0]
+        states = next(each.bytes for each in held.terms if each.name == "optimizer states")
+        assert states == round((usual + 2 * 4 / 256) * -(-N // more.get("gpus", 1)))
+        assert next(each.bytes for each in paged.host if each.name == "paged moments") == 2 * N
+    assert not of("Naive", engine="ddp").host
+
+
 def test_the_logits_of_a_chunk() -> None:
     """At 4 x 350 tokens: 12 bytes of an eighth of them; Liger's 2 bytes of 256, a chunk of whose logits is no larger
     than the hidden states. The head's gradient is summed over chunks where the head trains."""
