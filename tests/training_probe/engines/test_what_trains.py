@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.training_probe.engines import tiny
-from training_probe.flops import flops_per_token
+from training_probe.flops import flops_per_token, matrix_parameters
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS
 from training_probe.memory.rank import NF4_BYTES, NF4_DOUBLE_BYTES, STATES_8BIT
+from training_probe.protocol import MUON_TIMES, WEIGHT_DECAY, learning_rate
 
 pytestmark = tiny.needs_engines
 
@@ -114,6 +115,36 @@ def test_8_bit_states_hold_as_many_bytes_as_predicted(alone: Any, engine: str, m
     trained = training.stepper.parameters[1]
     norms = (2 * tiny.SPEC.layers + 1) * tiny.SPEC.hidden if engine == "ddp" else 0
     assert held == pytest.approx(STATES_8BIT * (trained - norms) + 8 * norms, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"), [("ddp", "Naive"), ("fsdp2", "Z3"), ("deepspeed", "Z2"), ("deepspeed", "Z3")]
+)
+def test_muon_gives_matrices_of_layers_one_moment_and_an_orthogonal_update(
+    alone: Any, engine: str, method: str
+) -> None:
+    training = Training(alone, engine, method, optim="muon")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    before = whole(training.model.get_parameter(name)).float()
+    training.step()
+    held = training.stepper.engine.optimizer.optimizer.state if engine == "deepspeed" else training.stepper.adam.state
+    moments = [each["momentum_buffer"] for each in held.values() if "momentum_buffer" in each]
+    trained, matrices = training.stepper.parameters[1], matrix_parameters(tiny.SPEC.decoder)
+    assert sum(moment.numel() for moment in moments) == matrices
+    if method == "Z2":  # the moment that a step is making
+        staged = training.stepper.engine.optimizer._muon_pending_momentum.values()
+        assert sum(each.numel() for each, _ in staged) == matrices
+    assert {moment.element_size() for moment in moments} == {4 if engine == "fsdp2" else 2}
+    assert sum(each["exp_avg"].numel() for each in held.values() if "exp_avg" in each) == trained - matrices
+    if engine == "fsdp2":  # whose weights are not rounded to bf16
+        rate = MUON_TIMES * learning_rate(training.trial.cell.letters)
+        update = (before * (1 - rate * WEIGHT_DECAY) - whole(training.model.get_parameter(name))) / rate
+        values = alone.linalg.svdvals(update)
+        assert 0.6 < values.median() and values.max() < 1.3  # of the gradient itself they fall steeply
+
+
+def whole(parameter: Any) -> Any:
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
