@@ -26,10 +26,10 @@ from backends.protocol import (
     OtherServer,
     Prompt,
     ProtocolError,
+    ReplyIdentity,
     Sampling,
     ServerInfo,
     ServerRecord,
-    Told,
     Truncated,
 )
 from backends.replies import MAX_BYTES, error_in, error_message, quoted
@@ -84,7 +84,7 @@ class _Lines:
 
     def __init__(self, kept: Kept | None) -> None:
         self.plain: PlainTokens | None = None
-        self.told: Told | None = None
+        self.identity: ReplyIdentity | None = None
         self._kept = kept
         self._rest = bytearray()
         self._seen = 0
@@ -135,8 +135,8 @@ class _Lines:
             if cut and data.lstrip().startswith(b"{") and str(error).startswith("Input data was truncated"):
                 raise Truncated(f"the reply ended inside a line: {quoted(data)}") from error
             raise ProtocolError(f"a line is not of this protocol: {quoted(data)}") from error
-        if self.told is None and line.model:
-            self.told = Told(model=line.model)
+        if self.identity is None and line.model:
+            self.identity = ReplyIdentity(model=line.model)
         if self._kept is not None:
             self._kept.texts.append(line.response)
         if line.done:

@@ -42,12 +42,12 @@ from backends.replies import (
     error_text,
     given_up,
     is_ping,
-    told_in,
+    reply_identity,
 )
 from backends.sse import PLAIN, EventReply
 from backends.untrusted import UNDECODABLE
 
-_MOST_UNTOLD = 3
+_MOST_UNIDENTIFIED = 3
 _ONE_TOKEN = (TOKEN,)
 _HELD_BACK = (HELD_BACK,)
 _REASONING = (REASONING,)
@@ -227,7 +227,7 @@ class _Stream(EventReply):
         self._kept = kept
         self._counted = 0  # output tokens so far that the server has counted
         self._grown = 0  # how often that count has grown
-        self._untold = 0  # events that were looked at in vain for who the reply is
+        self._unidentified = 0  # events that were looked at in vain for who the reply is
         self._silent_end = False  # the event with the finish reason was taken for none
         self._running: tuple[_Usage, int] | None = None  # the last count before the end, and the tokens seen by then
 
@@ -253,9 +253,11 @@ class _Stream(EventReply):
 
     def _read_rare(self, chunk: _Chunk, data: bytes) -> Sequence[Delta]:
         """All but a plain token. Of the choices there is never more than the one that was asked for."""
-        if self.told is None and self._untold < _MOST_UNTOLD:  # the first, which a filter's verdict may precede
-            self.told = told_in(data)
-            self._untold += self.told is None
+        if (
+            self.identity is None and self._unidentified < _MOST_UNIDENTIFIED
+        ):  # the first, which a filter's verdict may precede
+            self.identity = reply_identity(data)
+            self._unidentified += self.identity is None
         if failure := _failure(chunk, data):
             self.failed = True
             return (Delta(error=failure),)
@@ -411,7 +413,7 @@ def encode_chat(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
         images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
         messages = [{"role": "user", "content": [{"type": "text", "text": prompt.text}, *images]}]
     else:
-        messages = [{"role": role, "content": said} for role, said in prompt.messages or (("user", prompt.text),)]
+        messages = [{"role": role, "content": content} for role, content in prompt.messages or (("user", prompt.text),)]
     budget = {} if sampling.thinking_tokens is None else {"thinking_token_budget": sampling.thinking_tokens}
     return request("/v1/chat/completions", model, sampling, messages=messages, **budget)
 

@@ -114,7 +114,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     items: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True):
+class ReplyIdentity(msgspec.Struct, frozen=True):
     """Who a reply says that it is, and which model made it; empty where it does not say."""
 
     id: str = ""
@@ -130,13 +130,13 @@ HELD_BACK, REASONING = Delta(n_tokens=1), Delta(n_tokens=1)
 class Decoder(Protocol):
     """Reads one reply body with status 200. Any split of the body into `feed` calls gives the same deltas.
 
-    plain: what it recognises need not be fed; None: every event must be read. told: known when the last delta is out,
-    and final; None: nothing was told. One that has a method `head` is given the reply's headers before its body, as
-    they came, with whatever was read behind them.
+    plain: what it recognises need not be fed; None: every event must be read. identity: known when the last delta is
+    out, and final; None: the reply does not say. One that has a method `head` is given the reply's headers before its
+    body, as they came, with whatever was read behind them.
     """
 
     plain: PlainTokens | None
-    told: Told | None
+    identity: ReplyIdentity | None
 
     def feed(self, data: bytes) -> Sequence[Delta]:
         """Deltas completed by `data`, in order. Raises ProtocolError and nothing else."""

@@ -14,7 +14,7 @@ import msgspec
 
 from backends.plain_tokens import PlainTokens
 from backends.protocol import Count as Count
-from backends.protocol import Delta, ProtocolError, ServerRecord, Told, Truncated
+from backends.protocol import Delta, ProtocolError, ReplyIdentity, ServerRecord, Truncated
 from backends.untrusted import MAX_LINE_CHARS, UNDECODABLE, printable
 
 MAX_BYTES = 4 << 20  # of one event, or of one whole reply: more is not a reply (1e5 tokens are half a MB of text)
@@ -84,13 +84,13 @@ class _Named(msgspec.Struct):
     type: str
 
 
-def told_in(data: bytes) -> Told | None:
+def reply_identity(data: bytes) -> ReplyIdentity | None:
     """Who a reply says that it is, in a chunk of it or in all of it; None where it does not say."""
     try:
-        told = msgspec.json.decode(data, type=Told)
+        identity = msgspec.json.decode(data, type=ReplyIdentity)
     except UNDECODABLE:
         return None
-    return told if told.id or told.model else None
+    return identity if identity.id or identity.model else None
 
 
 def is_ping(data: bytes) -> bool:
@@ -128,7 +128,7 @@ class WholeReply:
 
     def __init__(self, read: Callable[[bytes], Delta]) -> None:
         self.plain: PlainTokens | None = None
-        self.told: Told | None = None
+        self.identity: ReplyIdentity | None = None
         self._read = read
         self._body = bytearray()
 
@@ -142,7 +142,7 @@ class WholeReply:
         body = bytes(self._body)
         if not body.strip():
             raise Truncated("the reply has no body")
-        self.told = told_in(body)
+        self.identity = reply_identity(body)
         try:
             return (self._read(body),)
         except (ProtocolError, *UNDECODABLE) as error:

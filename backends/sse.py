@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from backends.plain_tokens import PlainTokens
-from backends.protocol import TOKEN, Delta, ProtocolError, Told, Truncated
+from backends.protocol import TOKEN, Delta, ProtocolError, ReplyIdentity, Truncated
 from backends.replies import MAX_BYTES, PINGS, WholeReply, is_whole_reply, quoted
 
 _BOM = b"\xef\xbb\xbf"
@@ -42,7 +42,7 @@ class EventReply(ABC):
 
     def __init__(self, plain: PlainTokens | None = None) -> None:
         self.plain = plain
-        self.told: Told | None = None
+        self.identity: ReplyIdentity | None = None
         self.complete = False
         self.failed = False
         self.ended = False

@@ -47,10 +47,10 @@ def encode_tokens(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest
 
 
 def tokens_error(status: int, body: bytes) -> str:
-    said = error_message(status, body)
+    message = error_message(status, body)
     if status != 404 or b"does not exist" in body:  # else it is the model's name
-        return said
-    return f"{said}: vLLM streams {TOKENS_ROUTE} from 0.20 on, and from 0.30 on only with --enable-scale-out"
+        return message
+    return f"{message}: vLLM streams {TOKENS_ROUTE} from 0.20 on, and from 0.30 on only with --enable-scale-out"
 
 
 def invoke_tokens(settings: Settings) -> Invocation:

@@ -10,11 +10,10 @@ waits for matplotlib.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from cyclopts.config import Dict
 
     from loadgen.breakdown.tables import Breakdown
-    from loadgen.document.content import Document
-    from loadgen.report.schema import Report
     from loadgen.rundir.records import Recorded
 
 MOST_CONFIG_BYTES = 1 << 20
@@ -108,6 +105,7 @@ def report(
     if len(directories) == 1:
         with rundir.alone(directories[0]):
             return _report(directories[0], convention)
+    from loadgen.document.files import json_line
     from loadgen.report import build as reports
     from loadgen.report import text
 
@@ -118,7 +116,7 @@ def report(
     for result in reports.overlay(directories, out, convention):
         terminal.result(text.render(result) + "\n")
         if terminal.OUTPUT.json:
-            result_line(reports.to_json(result))
+            result_line(json_line(result))
     say(f"wrote {out}")
     return exit_codes.OK
 
@@ -156,11 +154,15 @@ def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
     """Prints it and writes its files; the exit code."""
     from loadgen import summary
     from loadgen.breakdown import page, tables
+    from loadgen.document import files
 
-    summary.publish(
-        page.of(directory, breakdown), directory / page.FILE, "report.md", lambda: tables.write(directory, breakdown),
-        tables.to_json(breakdown),
-    )  # fmt: skip
+    document = page.of(directory, breakdown)
+
+    def write() -> None:
+        tables.write(directory, breakdown)
+        files.write(directory / page.FILE, document, "report.md", figures=terminal.OUTPUT.figures)
+
+    summary.publish(directory, summary.rendered(document), write, tables.to_json(breakdown))
     return exit_codes.OK
 
 
@@ -170,70 +172,57 @@ def report_one(
     """Another tool's definitions are only shown: report.json keeps ours. brief: one screen, for who watches the run.
     written: what the directory holds, where it need not be read."""
     from loadgen import summary
-    from loadgen.report import build as reports
-
-    result = _shown(directory, convention, _screen if brief else None, written)
-    summary.last_words(directory, reports.to_json(result), brief=brief)
-    return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
-
-
-def _shown(
-    directory: Path,
-    convention: ConventionName = "loadgen",
-    show: Callable[[Report], None] | None = None,
-    written: Recorded | None = None,
-) -> Report:
-    """Prints a run's report, as `show` does or as its whole text, and writes its files."""
+    from loadgen.document import files
     from loadgen.report import build as reports
     from loadgen.report import text
 
     result, table = reports.from_directory(directory, convention=convention, written=written)
-    if show is None:
-        terminal.result(text.render(result))
-    else:
-        show(result)
-    if convention == "loadgen":
-        try:
+
+    def write() -> None:
+        if convention == "loadgen":
             reports.write(directory, result, table, figures=terminal.OUTPUT.figures)
-        except reports.ReportError as error:  # it is printed all the same
-            say_error("loadgen", error)
-    return result
 
-
-def _screen(report: Report) -> None:
-    from loadgen import summary
-
-    terminal.show(summary.of_run(report, terminal.columns(sys.stderr)))
+    shown = summary.of_run(result, terminal.columns(sys.stderr)) if brief else text.render(result)
+    summary.publish(directory, shown, write, files.json_line(result))
+    return exit_codes.OK if result.verdict.valid else exit_codes.INVALID
 
 
 def _one_of_several(directory: Path) -> None:
     """Prints the report of a run that others follow, on a terminal as one line, and writes its files."""
     from loadgen import summary
+    from loadgen.document.files import ReportError
+    from loadgen.report import build as reports
+    from loadgen.report import text
 
-    watched = terminal.is_watched()
-    _shown(directory, show=(lambda report: terminal.note(summary.line(directory.name, report))) if watched else None)
+    result, table = reports.from_directory(directory)
+    if terminal.is_watched():
+        terminal.note(summary.line(directory.name, result))
+    else:
+        terminal.result(text.render(result))
+    try:
+        reports.write(directory, result, table, figures=terminal.OUTPUT.figures)
+    except ReportError as error:  # it is printed all the same
+        say_error("loadgen", error)
 
 
 def report_repeats(directory: Path, *, brief: bool = False) -> int:
     """Prints what several runs of one server gave together, and writes repeat.json and its page; the exit code."""
     from loadgen import summary
+    from loadgen.document import files
     from loadgen.report import repeats
     from loadgen.report.pages import repeat as page
 
     repeated = repeats.read(directory)
-    screen = partial(summary.of_repeats, repeated) if brief else None
-    summary.publish(
-        page.of(directory, repeated), directory / page.FILE, "", lambda: repeats.write(directory, repeated),
-        repeats.to_json(repeated), screen,
-    )  # fmt: skip
+    document = page.of(directory, repeated)
+
+    def write() -> None:
+        repeats.write(directory, repeated)
+        files.write(directory / page.FILE, document, figures=terminal.OUTPUT.figures)
+
+    columns = terminal.columns(sys.stderr)
+    shown = summary.of_repeats(repeated, columns) if brief else summary.rendered(document)
+    summary.publish(directory, shown, write, files.json_line(repeated))
     return exit_codes.OK if all(run.valid for run in repeated.runs) else exit_codes.INVALID
-
-
-def rendered(document: Document, stream: TextIO | None = None) -> str:
-    """A result as text for a stream, standard error by default."""
-    from loadgen.document import terminal as renderer
-
-    return renderer.render(document, terminal.width(stream or sys.stderr))
 
 
 def collect(
@@ -281,6 +270,7 @@ def compare(
     With --fail-if it is a gate. The exit code is 5 where B is worse than a limit by more than the interval explains, 4
     where a run is INVALID or a limit cannot be judged, and 0 otherwise.
     """
+    from loadgen.document.terminal import render
     from loadgen.report import compare as comparison
     from loadgen.report import gate, limits
     from loadgen.report.pages import compare as page
@@ -290,7 +280,7 @@ def compare(
     allowed = limits.parse(fail_if, comparison.LIMITED)
     compared = comparison.compare(a, b)
     checks = comparison.judged(compared, allowed) if allowed else []
-    print(rendered(page.of(compared, checks), sys.stdout), flush=True)
+    print(render(page.of(compared, checks), terminal.width(sys.stdout)), flush=True)
     if html is not None:
         page.write(html, compared, checks, ["loadgen", *sys.argv[1:]])
         say(f"wrote {html}")
@@ -361,6 +351,7 @@ def show(
     `report` redoes its files from the records.
     """
     from loadgen import summary
+    from loadgen.document.files import json_line
     from loadgen.report import build as reports
     from loadgen.report import repeats, sweeps
     from loadgen.search import page, results
@@ -371,16 +362,16 @@ def show(
     columns = terminal.columns(sys.stdout)
     if (directory / results.FILE).exists():
         found = results.read(directory)
-        text, lines = results.to_json(found), page.screen(found, columns)
+        text, lines = json_line(found), page.screen(found, columns)
     elif (directory / sweeps.FILE).exists():
         swept = sweeps.read(directory)
-        text, lines = sweeps.to_json(swept), summary.of_sweep(swept, columns)
+        text, lines = json_line(swept), summary.of_sweep(swept, columns)
     elif repeats.is_repeated(directory):
         repeated = repeats.read(directory)
-        text, lines = repeats.to_json(repeated), summary.of_repeats(repeated, columns)
+        text, lines = json_line(repeated), summary.of_repeats(repeated, columns)
     else:
         one, _ = reports.from_directory(directory)
-        text, lines = reports.to_json(one), summary.of_run(one, columns)
+        text, lines = json_line(one), summary.of_run(one, columns)
     shown = terminal.styled(lines) if sys.stdout.isatty() else [line.plain for line in lines]
     print(text if json else "\n".join(shown))
     return exit_codes.OK

@@ -61,8 +61,8 @@ def identify(backend: Backend, target: Target, *, named: bool) -> Identity:
             )
         if status != 200:
             more = f" and redirects to {printable(headers['location'])}" if "location" in headers else ""
-            if status >= 500 and (said := error_text(body)):  # of a router, which of its workers did not answer
-                more = f" ({printable(said, 200)})"
+            if status >= 500 and (message := error_text(body)):  # of a router, which of its workers did not answer
+                more = f" ({printable(message, 200)})"
             reasons.append(f"GET {target.url_of(path)} answers {status}{more}")
             well = well and status <= 501 and status != 500
             continue

@@ -24,8 +24,8 @@ class ProgressLine:
         events, elapsed_s = sum(each.events for each in snapshots), max(each.elapsed_s for each in snapshots)
         if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
             since_s, before = self._written
-            said = line(snapshots, (events - before) / max(elapsed_s - since_s, 1e-3))
-            note(said + ("" if falling_per_s is None else f"; {words(falling_per_s)}"))
+            shown = line(snapshots, (events - before) / max(elapsed_s - since_s, 1e-3))
+            note(shown + ("" if falling_per_s is None else f"; {words(falling_per_s)}"))
             self._written_s, self._written = time.monotonic(), (elapsed_s, events)
 
 

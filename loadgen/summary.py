@@ -19,17 +19,15 @@ from backends.untrusted import escaped
 from loadgen import terminal
 from loadgen.document import terminal as renderer
 from loadgen.document.content import Document, Table, made_by, number
+from loadgen.document.files import ReportError
 from loadgen.report import sweeps
-from loadgen.report.build import ReportError
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import ITEMS
-from loadgen.report.pages import several
 from loadgen.report.repeats import Repeated
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import Swept
 from loadgen.report.text import QUICK_ACKS, name_of, not_ok, origin, rates, timetable_line, verdict_line
 
-Screen = Callable[[int], list[Text]]  # of a terminal with so many columns
 SCREEN_LINES, FILES_LINES = 24, 4  # of them, those that name the files
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
@@ -45,30 +43,30 @@ STYLES = {"invalid": "bold red", "warning": "yellow", "info": "dim"}
 
 
 def publish(
-    document: Document, page: Path, text: str, write: Callable[[], object], as_json: str, screen: Screen | None = None
-) -> None:
-    """Prints a result, as one screen where one is given, and writes its files into the page's directory: its numbers,
-    as `write` does, its page, Markdown and figures. The last words follow."""
-    if screen is not None:
-        terminal.show(screen(terminal.columns(sys.stderr)))
+    directory: Path, shown: str | Sequence[Text], write: Callable[[], object], as_json: str, program: str = "loadgen",
+    unasked: str = terminal.UNASKED_JSON,
+) -> None:  # fmt: skip
+    """How every command ends: prints its result, writes the result's files, names the files in the directory, and
+    prints the result as JSON for scripts. shown: a text, or the lines of one screen. unasked: as `result_line` has it.
+    """
+    if isinstance(shown, str):
+        terminal.result(shown)
     else:
-        terminal.result(renderer.render(document, terminal.width(sys.stderr)))
+        terminal.show(shown)
     try:
         write()
-        several.write(page, document, text, figures=terminal.OUTPUT.figures)
-    except (OSError, ReportError) as error:  # it is printed all the same
-        why = error if isinstance(error, ReportError) else f"cannot write to {page.parent}: {error.strerror or error}."
-        terminal.say_error("loadgen", why)
-    last_words(page.parent, as_json, brief=screen is not None)
-
-
-def last_words(directory: Path, as_json: str, *, brief: bool = False) -> None:
-    """Names the files that are there, and prints the result as JSON for scripts."""
-    if brief:
-        terminal.show(files(directory, terminal.columns(sys.stderr)))
-    else:
+    except ReportError as error:  # it is printed all the same
+        terminal.say_error(program, error)
+    if isinstance(shown, str):
         terminal.result(f"\n{directory}/: " + ", ".join(sorted(escaped(path.name) for path in directory.iterdir())))
-    terminal.result_line(as_json)
+    else:
+        terminal.show(files(directory, terminal.columns(sys.stderr)))
+    terminal.result_line(as_json, unasked)
+
+
+def rendered(document: Document) -> str:
+    """A result as text for standard error."""
+    return renderer.render(document, terminal.width(sys.stderr))
 
 
 def of_run(report: Report, columns: int) -> list[Text]:

@@ -27,7 +27,7 @@ from training_probe.options import CELLS, OUTPUT, Grid, Measuring, OnCluster, Pr
 
 if TYPE_CHECKING:
     from training_probe.grid import Cell, Device, Model
-    from training_probe.memory.text import Described, There
+    from training_probe.memory.text import Capacity, Described
 
 
 def sweep(
@@ -248,7 +248,7 @@ def _report(directory: Path, code: int) -> int:
     measured = results.read(directory)
     notes = reports.unread(directory / results.RESULTS_FILE)
     document = reports.document(measured, reports.read_manifest(directory), notes)
-    return cli.finished(directory, document, {result.state for result in measured}, code)
+    return cli.published(directory, document, {result.state for result in measured}, code)
 
 
 def _report_breakdown(directory: Path, code: int) -> int:
@@ -259,7 +259,7 @@ def _report_breakdown(directory: Path, code: int) -> int:
 
     traced = read(directory)
     document = reports.document(traced, read_manifest(directory), unread(directory / BREAKDOWN_FILE))
-    return cli.finished(directory, document, {each.outcome for each in traced}, code)
+    return cli.published(directory, document, {each.outcome for each in traced}, code)
 
 
 GpuMemory = Annotated[
@@ -312,22 +312,23 @@ def memory(
 
     For example: training_probe memory --model 70b --method F+R+Z3+O --gpus 8 --gpu-memory-gb 80 --verbose
     """
+    from loadgen.document import files
     from training_probe.grid import GridError
     from training_probe.memory import text
 
-    cells, known, there = _hypothetical(grid or PredictedGrid(), gpu_memory_gb, node_memory_gb)
-    if check and there.gpu_bytes is None:
+    cells, known, capacity = _hypothetical(grid or PredictedGrid(), gpu_memory_gb, node_memory_gb)
+    if check and capacity.gpu_bytes is None:
         raise GridError("--check compares with the memory of a GPU, and none is here; name it with --gpu-memory-gb.")
-    given = text.answers(cells, known, there)
-    print(text.as_json(given) if json else text.text(given, verbose=verbose), end="")
+    predicted = text.predict_cells(cells, known, capacity)
+    print(files.json_text(predicted) if json else text.text(predicted, verbose=verbose), end="")
     for line in text.hints(cells, known):
         say(line)
-    return exit_codes.DOES_NOT_FIT if check and not text.all_fit(given) else exit_codes.OK
+    return exit_codes.DOES_NOT_FIT if check and not text.all_fit(predicted) else exit_codes.OK
 
 
 def _hypothetical(
     grid: PredictedGrid, gpu_memory_gb: float | None, node_memory_gb: float | None
-) -> tuple[list[Cell], dict[str, Described], There]:
+) -> tuple[list[Cell], dict[str, Described], Capacity]:
     """Cells on GPUs, however many there are here, and how much memory each of those and their node has."""
     from dataclasses import replace
 
@@ -335,7 +336,7 @@ def _hypothetical(
     from loadgen.rundir import machine_memory_bytes
     from training_probe import paper
     from training_probe.grid import GridError
-    from training_probe.memory.text import There
+    from training_probe.memory.text import Capacity
     from training_probe.options import check_above_0, described_models, visible_gpus
     from training_probe.results import GIB
 
@@ -357,7 +358,7 @@ def _hypothetical(
     node_bytes = None if node_memory_gb is None else int(node_memory_gb * GIB)
     if node_bytes is None and here:
         node_bytes = machine_memory_bytes()
-    return cells, described_models(cells), There(gpu_bytes, node_bytes)
+    return cells, described_models(cells), Capacity(gpu_bytes, node_bytes)
 
 
 def report(directory: Annotated[Path, Parameter(help="Directory of a sweep, a breakdown or a micro.")], /) -> int:
@@ -400,9 +401,9 @@ def compare(
     judged; and 0 otherwise.
     """
     from loadgen.config import check_file
+    from loadgen.document import files
     from loadgen.document.terminal import render
     from loadgen.report import gate
-    from loadgen.report.pages import several
     from training_probe.compare import compare as compared
 
     gate.check_options(fail_if, junit, summary)
@@ -411,7 +412,7 @@ def compare(
     checks = comparison.judged(fail_if) if fail_if else []
     print(render(comparison.page(checks, []), width(sys.stdout)), flush=True)
     if html is not None:
-        several.write(html, comparison.page(checks, sys.argv[1:]))
+        files.write(html, comparison.page(checks, sys.argv[1:]))
         say(f"wrote {html}")
     if not checks:
         return exit_codes.OK
@@ -420,10 +421,12 @@ def compare(
 
 def letters() -> int:
     """List the letters of a method and what each means."""
+    from loadgen.document.content import Table
+    from loadgen.document.terminal import rows
     from training_probe.grid import LETTERS, NAIVE
 
-    for letter, meaning in {NAIVE: "none of these", **LETTERS}.items():
-        print(f"{letter:<6} {meaning}")
+    meanings = {NAIVE: "none of these", **LETTERS}
+    print("\n".join(rows(Table(["letter", "meaning"], [*meanings.items()], numeric=False))))
     return exit_codes.OK
 
 

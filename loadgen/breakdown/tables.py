@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from backends.untrusted import read_json
-from loadgen import rundir
 from loadgen.config import Config, ConfigError
+from loadgen.document import files
 from loadgen.rundir import RunError
 
 SCHEMA = "loadgen.breakdown/1"
@@ -151,8 +151,8 @@ def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
 
 
 def write(directory: Path, breakdown: Breakdown) -> None:
-    """Writes breakdown.json in the run's directory."""
-    rundir.replace(directory / FILE, to_json(breakdown, indent=2).encode() + b"\n")
+    """Writes breakdown.json in the run's directory. Raises ReportError."""
+    files.save(directory, {FILE: to_json(breakdown, indent=2) + "\n"})
 
 
 def read(directory: Path) -> Breakdown:

@@ -139,8 +139,8 @@ class Connection(asyncio.Protocol):
         if status >= 200 and self.exchange is not None:
             self.in_headers = False
             self.payload = None
-            said = (b"location", b"retry-after") if status != 200 else ()
-            self.exchange.headers(status, self.now, *[_field(self.head, name) for name in said])
+            wanted_headers = (b"location", b"retry-after") if status != 200 else ()
+            self.exchange.headers(status, self.now, *[_field(self.head, name) for name in wanted_headers])
             if self.exchange.take_head is not None:
                 self.exchange.take_head(self.head)
             self.head = b""

@@ -24,8 +24,8 @@ from backends.protocol import (
     Kept,
     Prompt,
     ProtocolError,
+    ReplyIdentity,
     ServerRecord,
-    Told,
     Truncated,
 )
 from backends.replies import MAX_ERROR_BYTES
@@ -49,16 +49,16 @@ class Names:
         self._ids: dict[str, None] | None = {}  # the latest; None: this server's ids do not tell replies apart
         self._lowest, self._highest = 1 << 62, -1  # of ids that are a number, or end with one
 
-    def take(self, told: Told, adapter: str = "") -> str:
+    def take(self, identity: ReplyIdentity, adapter: str = "") -> str:
         """The model that a reply names where it is not the one, or its adapter, that was asked for. Raises
         ProtocolError for a reply with the id of an earlier one."""
-        if told.id and self._ids is not None:
-            self._take_id(told.id)
-        if not told.model or told.model in (self.asked, adapter) or self.asked == TGI_NAME:
+        if identity.id and self._ids is not None:
+            self._take_id(identity.id)
+        if not identity.model or identity.model in (self.asked, adapter) or self.asked == TGI_NAME:
             return ""
         if len(self._models) < MOST_MODELS:
-            return self._models.setdefault(told.model, printable(told.model, MOST_NAME_CHARS))
-        return self._models.get(told.model, OTHERS)
+            return self._models.setdefault(identity.model, printable(identity.model, MOST_NAME_CHARS))
+        return self._models.get(identity.model, OTHERS)
 
     def _take_id(self, id: str) -> None:
         assert self._ids is not None
@@ -245,9 +245,9 @@ class Exchange:
         return ()
 
     def _take(self, delta: Delta, now: int) -> None:
-        if self.names is not None and (told := self.decoder.told) is not None:
+        if self.names is not None and (identity := self.decoder.identity) is not None:
             names, self.names = self.names, None
-            self.model = names.take(told, self.adapter)
+            self.model = names.take(identity, self.adapter)
         if delta.n_tokens:
             self._take_event(delta, now)
         if delta.prompt_tokens is not None:

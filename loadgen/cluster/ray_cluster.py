@@ -130,7 +130,7 @@ class Agent:
     """The actor. It serves one driver; several of its methods run at a time."""
 
     process: asyncio.subprocess.Process | None = None
-    said: list[bytes] = field(default_factory=list)
+    messages: list[bytes] = field(default_factory=list)
     errors: Any = None
 
     async def begin(self, host: str) -> None:
@@ -149,7 +149,7 @@ class Agent:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 (size,) = LENGTH.unpack(await self.process.stdout.readexactly(LENGTH.size))
-                self.said.append(await self.process.stdout.readexactly(size))
+                self.messages.append(await self.process.stdout.readexactly(size))
                 self.news.set()
         await self.process.wait()
         self.over = True
@@ -162,15 +162,15 @@ class Agent:
             await self.process.stdin.drain()
 
     async def receive(self) -> tuple[list[bytes], str | None]:
-        """What the node process has said, and how it ended, a clause, once all that was said is taken."""
+        """What the node process has sent, and how it ended, a clause, once all that it sent is taken."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.news.wait(), RECEIVE_S)
-        said, self.said = self.said, []
-        if self.over and not said:
+        messages, self.messages = self.messages, []
+        if self.over and not messages:
             return [], self._end()
         if not self.over:
             self.news.clear()
-        return said, None
+        return messages, None
 
     def _end(self) -> str:
         assert self.process is not None and self.process.returncode is not None
@@ -221,10 +221,10 @@ class RayMember:
         await self._call("send", message)
 
     async def receive(self) -> list[bytes]:
-        said, end = await self._call("receive")
+        messages, end = await self._call("receive")
         if end is not None:
             raise NodeLost(end)
-        return list(said)
+        return list(messages)
 
     async def again(self) -> None:
         import ray

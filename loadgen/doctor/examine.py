@@ -27,6 +27,8 @@ from backends.untrusted import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
 from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded
+from loadgen.document.content import Table
+from loadgen.document.terminal import aligned, rows
 from loadgen.load.dataset_files import counted
 from loadgen.models import Model
 from loadgen.plan import planned_load
@@ -77,19 +79,18 @@ def wire(measure: Callable[[], WireFacts | None]) -> Check:
 
 def render(checks: list[Check]) -> str:
     """One line a check, with advice below those that need it. ASCII marks, for any terminal or log."""
-    width = max(len(check.name) for check in checks)
-    lines = []
+    cells = []
     for check in checks:
-        lines.append(f"{_MARKS[check.state]}  {check.name:{width}}  {printable(check.seen, 400)}")
+        cells.append((_MARKS[check.state], check.name, printable(check.seen, 400)))
         if check.advice:
-            lines.append(f"{'':{width + 6}}{printable(check.advice, 400)}")
-    return "\n".join(lines)
+            cells.append(("", "", printable(check.advice, 400)))
+    return "\n".join(aligned(cells))
 
 
 def backends_table() -> str:
     """Every installed backend, a line each. One that cannot be loaded says why, and hides no other."""
     heads = ("started in", "protocol", "prompts as", "metrics", "simulated", "seen for real", "image", "from")
-    rows: list[tuple[str, ...]] = [("backend", *heads, "server here")]
+    cells: list[tuple[str, ...]] = []
     for entry in sorted(entry_points(group=backends.GROUP), key=lambda entry: entry.name):
         origin = entry.dist.name if entry.dist is not None else "unknown"
         try:
@@ -101,12 +102,10 @@ def backends_table() -> str:
                 _simulated(entry.name), backend.seen or "never", "-" if adapter is None else adapter.image, origin,
             )  # fmt: skip
             here = "-" if adapter is None else "yes" if installed(adapter) else "no"
-            rows.append((entry.name, *says, here))
+            cells.append((entry.name, *says, here))
         except Exception as error:  # anything may be in a plugin
-            rows.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", *[""] * len(heads)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in rows)  # fmt: skip
+            cells.append((entry.name, f"cannot be loaded: {printable(str(error), 200)}", *[""] * len(heads)))
+    return "\n".join(rows(Table(["backend", *heads, "server here"], cells, numeric=False)))
 
 
 def _simulated(name: str) -> str:

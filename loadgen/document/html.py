@@ -181,11 +181,11 @@ def _block(block: Block) -> str:
 
 def _item(item: Listed) -> str:
     head = f"<strong>{_text(item.head)}</strong> " if item.head else ""
-    told = f"{head}{_text(item.text)}"
+    finding = f"{head}{_text(item.text)}"
     if item.advice or (item.head and item.tone != "plain"):  # folded to a line; the whole of it is behind that
         advice = f'<p class="advice">{_text(item.advice)}</p>' if item.advice else ""
-        told = f'<details class="finding"><summary>{told}</summary>{advice}</details>'
-    return _toned("li", item.tone, told)
+        finding = f'<details class="finding"><summary>{finding}</summary>{advice}</details>'
+    return _toned("li", item.tone, finding)
 
 
 def _table(table: Table) -> str:

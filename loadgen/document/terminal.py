@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import assert_never
 
@@ -51,9 +51,14 @@ def _block(block: Block, width: int) -> Iterator[str]:
             assert_never(block)
 
 
-def rows(of: Table, width: int) -> list[str]:
+def rows(of: Table, width: int = WIDEST) -> list[str]:
     """The heading and the rows of a table alone, without the optional columns that do not fit."""
     return _rows(_fitting(of, width)[0])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Rows without a heading, as lines of columns from the left."""
+    return rows(Table([""] * len(cells[0]), cells, numeric=False))[1:]
 
 
 def table(of: Table, width: int) -> Iterator[str]:

@@ -202,19 +202,19 @@ class Text:
         (text, tokens), (other, others) = long, short
         if tokens - others == count_bytes(text) - count_bytes(other):
             self.use_bytes()
-            added, told = tokens - count_bytes(text), "it counts bytes"
+            added, how = tokens - count_bytes(text), "it counts bytes"
         else:
             words = len(text.split())
             self.tokens_per_word = (tokens - others) / (words - len(other.split()))
             added = round(tokens - self.tokens_per_word * words)
-            told = f"a word is {self.tokens_per_word:.2f} of its tokens in the mean, so lengths are right in the mean"
+            how = f"a word is {self.tokens_per_word:.2f} of its tokens in the mean, so lengths are right in the mean"
         if self.tokens_per_word <= 0:
             raise WorkloadError(
                 f"the server counts {tokens} tokens in a prompt and {others} in a shorter one; name its --tokenizer."
             )
         self.offset = 0
         self.fit_offset(0, added)
-        return told
+        return how
 
     def use_bytes(self) -> None:
         """A byte counts as a token."""

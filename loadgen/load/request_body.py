@@ -101,8 +101,8 @@ def refused(error: str, body: bytes) -> list[str]:
     """The fields of a request that a server's error message refuses; none where it is about something else."""
     if not _REFUSAL.search(error):
         return []
-    said = _OTHERS.split(error)[0]
-    return [name for name in _fields(body) if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", said)]
+    refusal = _OTHERS.split(error)[0]
+    return [name for name in _fields(body) if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", refusal)]
 
 
 def advised(error: str, body: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import foreign_files
-from backends.exit_codes import UserError
 from backends.untrusted import UNDECODABLE
 from loadgen import rundir
 from loadgen.config import Config, ConfigError, price_of
-from loadgen.document import html, markdown
-from loadgen.document.content import Document
+from loadgen.document import files
+from loadgen.document.files import ReportError
 from loadgen.monitor import server_view
 from loadgen.monitor.server_view import ServerView
 from loadgen.report import abandoned, findings, metrics, reasoning, schema, sessions, sharing, slices, stalls
@@ -42,14 +40,9 @@ from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import ClientFacts, Recorded, Table
 from loadgen.steady import changes, flows, keeping_up
 
-NO_MEMORY = (MemoryError, ImportError)  # what matplotlib raises under a limit: it may not even load
 MAX_ERRORS = 5  # distinct messages that a report lists
 MOST_MODELS = 64  # names that replies gave
 MAX_ERROR_CHARACTERS = 300
-
-
-class ReportError(UserError, ValueError):
-    """A report that cannot be made as asked. The message says what to do."""
 
 
 def build(
@@ -69,7 +62,7 @@ def build(
     duration_s, tokens, full = metrics.duration_s(measured, rules), _tokens(measured), slices.full_slots(kept, manifest)
     silent = stalls.find(measured, _worst(facts, "loop_lag_max_ms"))
     summaries = {name: metrics.summary(metrics.sample(measured, name, rules), rules.percentile) for name in METRICS}
-    server, told = seen.server if seen is not None else None, slices.by_the_server(measured, rules)
+    server, requests = seen.server if seen is not None else None, slices.by_the_server(measured, rules)
     numbers = Numbers(
         schema=SCHEMA,
         version=manifest.version,
@@ -104,8 +97,8 @@ def build(
         sessions=_sessions(manifest, measured, rules),
         turns=sessions.by_turn(measured, rules),
         **{name: getattr(manifest, name) for name in ("emulation", "timetable", "launch", "cluster")},
-        server_requests=told,
-        stamps=slices.stamps(told, server, summaries if full is None else _meanwhile(kept, summaries, rules)),
+        server_requests=requests,
+        stamps=slices.stamps(requests, server, summaries if full is None else _meanwhile(kept, summaries, rules)),
         economics=_economics(manifest, seen, summaries["tpot_ms"], throughput, goodput),
         **stalls.of_client(measured, facts, rules),
         steady=_steady(kept, manifest, rules, silent),
@@ -406,44 +399,16 @@ def _kept(directory: Path, run_id: str) -> ServerView | None:
     return kept if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
 
 
-def to_json(report: Report) -> str:
-    """One line, ASCII: what a server sent must not reach a terminal as it is."""
-    return json.dumps(msgspec.to_builtins(report))
-
-
 def write(directory: Path, report: Report, table: Table, *, figures: bool = False) -> None:
     """Writes report.json, report.md, report.html and the figures of the page that are asked for, replacing earlier
     ones. Raises ReportError, or RunError where the manifest is lost."""
     gc.disable()  # modules and figures are thousands of objects, and each search for cycles looks at the run's as well
     try:
-        page = write_numbers(directory, report, table, figures=figures)
-        if page.figures:
-            from loadgen.document import figure  # after the numbers are safe
-
-            figure.write(page, directory)
-    except OSError as error:
-        raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-    except NO_MEMORY as error:
-        raise no_memory(error) from None
+        files.save(directory, {"report.json": files.json_text(report)})
+        page = run.page(shown_run(directory, report, table))
+        files.write(directory / run.FILE, page, "report.md", figures=figures)
     finally:
         gc.enable()
-
-
-def no_memory(error: BaseException) -> ReportError:
-    """For figures that could not be drawn, after the numbers are safe."""
-    why = "there is no memory for them" if isinstance(error, MemoryError) else f"what draws them cannot load: {error}"
-    return ReportError(f"the figures are not drawn, since {why}; the numbers and the page are written.")
-
-
-def write_numbers(directory: Path, report: Report, table: Table, *, figures: bool = False) -> Document:
-    """Writes what needs no drawing: report.json, report.md and the page, report.html, which is given back with the
-    figures that are to be drawn. Raises OSError and RunError."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    rundir.replace(directory / "report.json", text + b"\n")
-    page = run.page(shown_run(directory, report, table)).drawn(directory, asked=figures)
-    rundir.replace(directory / "report.md", markdown.render(page).encode())
-    rundir.replace(directory / run.FILE, html.render(page).encode())
-    return page
 
 
 def shown_run(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
@@ -473,16 +438,16 @@ def overlay(directories: Sequence[Path], out_path: Path, convention: str = "load
     shown = [each if each.report.verdict.valid else replace(each, name=f"{each.name} (INVALID)") for each in shown]
     hrefs = [parts.href(directory / run.FILE, out_path.parent) for directory in directories]
     page = runs.page(shown, hrefs)
-    try:
-        if out_path.suffix == ".html":
-            rundir.replace(out_path, html.render(page).encode())
-        else:
-            from loadgen.document import figure
+    if out_path.suffix == ".html":
+        files.write(out_path, page)
+    else:
+        from loadgen.document import figure
 
-            named = [replace(each, name=f"{each.name}: {name_of(each.report)}") for each in shown]
+        named = [replace(each, name=f"{each.name}: {name_of(each.report)}") for each in shown]
+        try:
             figure.draw(charts.latencies(named), "Latency by run", [out_path], page.origin, page.stamp)
-    except OSError as error:
-        raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
+        except OSError as error:
+            raise ReportError(f"cannot write {out_path}: {error.strerror or error}.") from None
     return [each.report for each in shown]
 
 

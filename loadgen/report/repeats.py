@@ -6,18 +6,17 @@ between runs (Student's t over one value a run: its mean, its percentile, its th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from backends.foreign_files import is_inside
 from loadgen import rundir
+from loadgen.document import files
 from loadgen.report import build
 from loadgen.report.contrast import CONFIDENCE, mean_interval
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, ITEMS, METRICS, Distribution, sample
@@ -188,16 +187,7 @@ def over_runs(runs: list[float | None]) -> Repeat:
 
 def write(directory: Path, repeated: Repeated) -> None:
     """Writes repeat.json. Raises ReportError."""
-    try:
-        rundir.replace(directory / FILE, msgspec.json.format(msgspec.json.encode(repeated), indent=2) + b"\n")
-    except OSError as error:
-        raise build.ReportError(f"cannot write {directory / FILE}: {error.strerror or error}.") from None
-
-
-def to_json(repeated: Repeated) -> str:
-    """One line, ASCII."""
-    builtins: Any = msgspec.to_builtins(repeated)
-    return json.dumps(builtins)
+    files.save(directory, {FILE: files.json_text(repeated)})
 
 
 def notes(repeated: Repeated) -> list[str]:

@@ -109,8 +109,8 @@ def window(
     found: dict[str, dict[str, steady.Estimate]] = {}
     for name in PHASE_METRICS:
         values = metrics.column(kept, name, rules)[seen.rows]
-        told = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
-        found[name] = told if seen.slots is None else steady.bounded(told)
+        estimate = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
+        found[name] = estimate if seen.slots is None else steady.bounded(estimate)
     return Window(
         from_s=span.from_s,
         to_s=span.to_s,
@@ -266,20 +266,20 @@ def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[
 def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
     """What the server says of the requests that ended ok, by its own clock, beside what the client saw of them; None
     where it tells nothing. What lies between the two clocks is network and HTTP, and for ttft its front end."""
-    told = measured.select(measured.ok & np.isin(measured.id, list(measured.server)))
-    if not len(told):
+    with_times = measured.select(measured.ok & np.isin(measured.id, list(measured.server)))
+    if not len(with_times):
         return None
-    records = [measured.server[number] for number in told.id.tolist()]
+    records = [measured.server[number] for number in with_times.id.tolist()]
     columns = {f"{name}_ms": _column(records, f"{name}_us") / 1e3 for name in _TIMES}
-    steps = told.output_tokens - 1
+    steps = with_times.output_tokens - 1
     columns["tpot_ms"] = np.where(steps > 0, _column(records, "decode_us") / 1e3 / np.maximum(steps, 1), np.nan)
     known = {name: column for name, column in columns.items() if not np.isnan(column).all()}
     counts = {name: _sum(records, name) for name in _COUNTS}
     return ServerRequests(
-        requests=len(told),
+        requests=len(with_times),
         metrics={name: _summary(column, rules) for name, column in known.items()},
         client={
-            name: _summary(metrics.column(told, name, rules), rules)
+            name: _summary(metrics.column(with_times, name, rules), rules)
             for name in ("ttft_ms", "tpot_ms", "e2el_ms") if name in known
         },
         **counts,
@@ -300,15 +300,15 @@ def _summary(column: Column, rules: Convention) -> Summary:
     return metrics.summary(metrics.defined(column), rules.percentile)
 
 
-def stamps(told: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:
+def stamps(requests: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:
     """What the server's own clock says of requests, beside the client's, in the mean: by its replies where they tell,
     else by the histograms of `/metrics`, which hold all requests that it answered meanwhile, those of others too. seen:
     the client's metrics of all requests that it saw meanwhile."""
     found: dict[str, Stamp] = {}
-    if told is not None:
-        for name, own in told.metrics.items():
+    if requests is not None:
+        for name, own in requests.metrics.items():
             if own.mean is not None:
-                client = told.client.get(name)
+                client = requests.client.get(name)
                 named = name.removesuffix("_ms")
                 found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES, own.n)
     shown = dict(_of_metrics(server))

@@ -67,7 +67,7 @@ def find(measured: Table, lag_ms: float | None) -> list[Stall]:
 def of_client(measured: Table, facts: Sequence[ClientFacts], rules: Convention) -> dict[str, Any]:
     """The fields of a report about stalls of the client: nothing where they move no statistic, by what it is without
     the requests that they touched."""
-    touched, told = np.zeros(len(measured), np.bool_), []
+    touched, stalls = np.zeros(len(measured), np.bool_), []
     for start_s, end_s in sorted(stall for fact in facts for stall in fact.stalls):
         late_s = end_s + CATCH_UP_S + CATCH_UP_RATIO * (end_s - start_s)
         stamps = (measured.first_token_ns, measured.last_token_ns, measured.done_ns)
@@ -75,7 +75,7 @@ def of_client(measured: Table, facts: Sequence[ClientFacts], rules: Convention) 
         due = (measured.scheduled_ns >= start_s * 1e9) & (measured.scheduled_ns <= end_s * 1e9)
         these = np.logical_or.reduce([due, *within])
         touched |= these
-        told.append(ClientStall(start_s, end_s, int(these.sum())))
+        stalls.append(ClientStall(start_s, end_s, int(these.sum())))
     if not touched.any():
         return {}
     others, moved = measured.select(~touched), {}
@@ -87,7 +87,7 @@ def of_client(measured: Table, facts: Sequence[ClientFacts], rules: Convention) 
         late = [each for each, (with_it, without) in pairs.items() if with_it is not None and _moved(with_it, without)]
         if late:
             moved[name] = late
-    return {"client_stalls": told, "late_statistics": moved} if moved else {}
+    return {"client_stalls": stalls, "late_statistics": moved} if moved else {}
 
 
 def _moved(with_it: float, without: float | None) -> bool:

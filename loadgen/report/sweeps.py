@@ -8,7 +8,6 @@ shows them.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,8 @@ from backends import foreign_files
 from backends.foreign_files import is_inside
 from backends.untrusted import UNDECODABLE, escaped, reason, without_secrets
 from loadgen import rundir
+from loadgen.document import files
+from loadgen.document.files import ReportError
 from loadgen.report import build, repeats
 from loadgen.report.metrics import ITEMS, Distribution, price_per_million
 from loadgen.report.repeats import Repeat, RunVerdict
@@ -160,11 +161,7 @@ def reported(directory: Path) -> set[str]:
 
 def write(directory: Path, swept: Swept) -> None:
     """Writes sweep.json, without secrets. Raises ReportError."""
-    text = msgspec.json.format(msgspec.json.encode(without_secrets(swept)), indent=2)
-    try:
-        rundir.replace(directory / FILE, text + b"\n")
-    except OSError as error:
-        raise build.ReportError(f"cannot write to {directory}: {error.strerror or error}.") from None
+    files.save(directory, {FILE: files.json_text(without_secrets(swept))})
 
 
 def state_of(run: Path) -> tuple[State, Report | None]:
@@ -175,7 +172,7 @@ def state_of(run: Path) -> tuple[State, Report | None]:
         return "waiting", None
     try:
         report = build.from_directory(run)[0]
-    except (rundir.RunError, RecordsError, build.ReportError):
+    except (rundir.RunError, RecordsError, ReportError):
         return "unfinished", None
     died = report.launch is not None and isinstance(report.launch.ended, str)
     return "finished" if repeats.verdict(run, report).finished and not died else "unfinished", report
@@ -302,12 +299,6 @@ def front(points: Sequence[SweptPoint], throughput: str) -> list[str]:
     known = [(point.value, mean(point, throughput), mean(point, INTERACTIVITY)) for point in kept]
     placed = [(value, a, b) for value, a, b in known if a is not None and b is not None]
     return [value for value, a, b in placed if not any((c, d) != (a, b) and c >= a and d >= b for _, c, d in placed)]
-
-
-def to_json(swept: Swept) -> str:
-    """One line, ASCII."""
-    builtins: Any = msgspec.to_builtins(swept)
-    return json.dumps(builtins)
 
 
 def samples(directory: Path, swept: Swept) -> dict[str, dict[str, Distribution]]:

@@ -103,30 +103,30 @@ def _kind_of_load(report: Report) -> str:
     return kind_of_load(report.arrival, (report.tokens.prompt or 0) / max(report.requests.ok, 1))
 
 
-def economics_lines(told: Economics) -> Iterator[str]:
+def economics_lines(economics: Economics) -> Iterator[str]:
     """A sentence for users, one for GPUs, and one for prices, as far as they are known."""
-    if told.interactivity_tokens_per_s is not None:
+    if economics.interactivity_tokens_per_s is not None:
         yield (
-            f"A user sees {number(told.interactivity_tokens_per_s)} tokens/s (1 / tpot p50), "
-            f"{number(told.tps_per_user)} by MLPerf's tps_per_user (p90)."
+            f"A user sees {number(economics.interactivity_tokens_per_s)} tokens/s (1 / tpot p50), "
+            f"{number(economics.tps_per_user)} by MLPerf's tps_per_user (p90)."
         )
-    if told.output_tokens_per_s_per_gpu is not None:
+    if economics.output_tokens_per_s_per_gpu is not None:
         yield (
-            f"A GPU gives {number(told.output_tokens_per_s_per_gpu)} output tokens/s, "
-            f"{number(told.total_tokens_per_s_per_gpu)} total tokens/s ({number(told.gpus)} of them)."
+            f"A GPU gives {number(economics.output_tokens_per_s_per_gpu)} output tokens/s, "
+            f"{number(economics.total_tokens_per_s_per_gpu)} total tokens/s ({number(economics.gpus)} of them)."
         )
-    if told.gpu_hour_price is not None and told.gpus is None:
+    if economics.gpu_hour_price is not None and economics.gpus is None:
         yield "Tokens have no price: how many GPUs share the model is not known; name them with --gpus."
-    if told.price_per_million_tokens is not None:
-        good = told.goodput_requests_per_price
-        both = f"{number(told.price_per_million_tokens)}"
-        price = f"tokens of prompts cost {both} {told.currency}"
-        if told.price_per_million_output_tokens is not None:
-            output = number(told.price_per_million_output_tokens)
-            price = f"output tokens cost {output} {told.currency}, a million of prompt and output together {both}"
+    if economics.price_per_million_tokens is not None:
+        good = economics.goodput_requests_per_price
+        both = f"{number(economics.price_per_million_tokens)}"
+        price = f"tokens of prompts cost {both} {economics.currency}"
+        if economics.price_per_million_output_tokens is not None:
+            output = number(economics.price_per_million_output_tokens)
+            price = f"output tokens cost {output} {economics.currency}, a million of prompt and output together {both}"
         yield (
-            f"A million {price}, at {number(told.gpu_hour_price)} {told.currency} a GPU hour"
-            + ("." if good is None else f"; 1 {told.currency} buys {number(good)} requests within the limits.")
+            f"A million {price}, at {number(economics.gpu_hour_price)} {economics.currency} a GPU hour"
+            + ("." if good is None else f"; 1 {economics.currency} buys {number(good)} requests within the limits.")
         )
 
 
@@ -149,12 +149,12 @@ def _content_lines(report: Report) -> Iterator[str]:
             f"{number(items.batch_max)} at the most."
         )
     if images is not None:
-        told = (
+        sizes = (
             "which the server does not count"
             if images.tokens_mean is None
             else (f"{number(images.tokens_mean)} tokens each as the server counts")
         )
-        yield f"Images: {images.count} of {images.size} a request, {told}."
+        yield f"Images: {images.count} of {images.size} a request, {sizes}."
 
 
 FULL_SLOTS = "full slots, from the first sent to the last sent, since the warm-up handed its slots over"
@@ -523,10 +523,10 @@ REPLICA_HEADS = (
 )  # fmt: skip
 
 
-def _server_requests_line(told: ServerRequests) -> str:
+def _server_requests_line(counted: ServerRequests) -> str:
     """What replies count."""
-    phrases = _phrases(("{} retractions", told.retractions or None), ("{} tokens drafted", told.drafted_tokens),
-                       ("{} of them accepted", told.accepted_tokens))  # fmt: skip
+    phrases = _phrases(("{} retractions", counted.retractions or None), ("{} tokens drafted", counted.drafted_tokens),
+                       ("{} of them accepted", counted.accepted_tokens))  # fmt: skip
     return f"By the server's replies: {', '.join(phrases)}." if phrases else ""
 
 
@@ -545,8 +545,8 @@ def _stamp_lines(stamps: Sequence[Stamp]) -> Iterator[str]:
             f"{name} {own}" + (f" (client {client}, between {between})" if client != number(None) else "")
             for name, own, client, between in stamp_rows(stamps)
         ]
-        told = " and ".join(dict.fromkeys(stamp.by for stamp in stamps))
-        yield f"By the server's own clock, mean ms ({told}): {', '.join(parts)}."
+        sources = " and ".join(dict.fromkeys(stamp.by for stamp in stamps))
+        yield f"By the server's own clock, mean ms ({sources}): {', '.join(parts)}."
 
 
 def _gpu_lines(gpus: GpuUse) -> Iterator[str]:

@@ -90,9 +90,9 @@ def _counted(measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) 
     """What the client processes say of the requests beside the records, where all of them say it."""
     if not facts or len(facts) != manifest.client_processes or _lost(measured, manifest):
         return
-    told, events = sum(fact.events for fact in facts), int(measured.events.sum())
-    if manifest.config.get("stream") is True and told != events:
-        yield f"the client processes counted {told} events, and the records hold {events}"
+    counted, events = sum(fact.events for fact in facts), int(measured.events.sum())
+    if manifest.config.get("stream") is True and counted != events:
+        yield f"the client processes counted {counted} events, and the records hold {events}"
     wall_s, last_s = max(fact.wall_s for fact in facts), float(measured.done_ns.max(initial=0)) / 1e9
     if last_s > (1 + CLOCK_SLACK_RATIO) * wall_s + CLOCK_SLACK_S or wall_s > 2 * last_s + WAITED_S:
         yield f"the last request ended {last_s:.6g} s after the start, and the run took {wall_s:.6g} s"

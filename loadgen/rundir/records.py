@@ -214,11 +214,11 @@ class Table:
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
     ) -> Table:
-        told = {name: of for name in BY_ID if (of := getattr(self, name))}
-        kept = self.id[chosen].tolist() if told else ()
+        by_id = {name: of for name in BY_ID if (of := getattr(self, name))}
+        kept = self.id[chosen].tolist() if by_id else ()
         held: Mapping[str, Any] = {
             **{name: getattr(self, name)[chosen] for name in COLUMNS},
-            **{name: {key: of[key] for key in kept if key in of} for name, of in told.items()},
+            **{name: {key: of[key] for key in kept if key in of} for name, of in by_id.items()},
         }
         return Table(
             **held,
@@ -399,9 +399,9 @@ class _Columns:
         self._phase.append(_PHASE_CODE[record.phase])
         if record.phase == "warmup" and record.outcome != "ok" and self._warmup_error is None:
             self._warmup_error = f"{record.outcome}, {record.error}"
-        told = _OF_FEW(record)
-        if record.phase == "measured" and told != _NOTHING_TOLD:
-            for name, value in zip(BY_ID, told, strict=True):
+        rare = _OF_FEW(record)
+        if record.phase == "measured" and rare != _NOTHING_TOLD:
+            for name, value in zip(BY_ID, rare, strict=True):
                 if isinstance(value, str):
                     shown = printable(value) if name in ("models", "adapters") else value
                     value = self._texts.setdefault(shown, shown)
@@ -446,9 +446,9 @@ class _Columns:
             columns[name] = np.asarray(self._integers.pop(name))[order]
         gaps, offsets = self._ordered_gaps(order)
         answers_ns = np.full(len(order), -1, np.int64)
-        if told := self._by_id["answers_ns"]:
+        if answers := self._by_id["answers_ns"]:
             measured = phase[order] == _PHASE_CODE["measured"]
-            answers_ns[measured] = [told.get(number, -1) for number in columns["id"][measured].tolist()]
+            answers_ns[measured] = [answers.get(number, -1) for number in columns["id"][measured].tolist()]
         held: Mapping[str, Any] = {**columns, **self._by_id}
         return Table(
             **held,

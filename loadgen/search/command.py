@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,15 +61,20 @@ def sweep(
 def report_sweep(directory: Path, *, brief: bool = False) -> int:
     """Prints what the runs of a sweep gave together; writes sweep.json, sweep.md, page and figures; the exit code."""
     from loadgen import summary
+    from loadgen.document import files
     from loadgen.report import sweeps
     from loadgen.report.pages import sweep as page
 
     swept = sweeps.read(directory)
-    screen = partial(summary.of_sweep, swept) if brief else None
-    summary.publish(
-        page.of(directory, without_secrets(swept)), directory / page.FILE, page.TEXT,
-        lambda: sweeps.write(directory, swept), sweeps.to_json(swept), screen,
-    )  # fmt: skip
+    document = page.of(directory, without_secrets(swept))
+
+    def write() -> None:
+        sweeps.write(directory, swept)
+        files.write(directory / page.FILE, document, page.TEXT, figures=terminal.OUTPUT.figures)
+
+    columns = terminal.columns(sys.stderr)
+    shown = summary.of_sweep(swept, columns) if brief else summary.rendered(document)
+    summary.publish(directory, shown, write, files.json_line(swept))
     begun = [run for run in swept.runs if run.state != "waiting"]
     return exit_codes.OK if all(run.valid and run.state == "finished" for run in begun) else exit_codes.INVALID
 
@@ -153,9 +158,15 @@ def _measured(one: live.Search, *, resumed: bool) -> int:
 def show(directory: Path, result: SearchResult) -> None:
     """Prints the answer and writes its text, figure and page, without secrets."""
     from loadgen import summary
-    from loadgen.search import page, results
+    from loadgen.document import files
+    from loadgen.search import page
 
     result = without_secrets(result)
-    screen = partial(page.screen, result) if terminal.is_watched() else None
     document = page.of(directory, result)
-    summary.publish(document, directory / page.FILE, "search.md", lambda: None, results.to_json(result), screen)
+
+    def write() -> None:
+        files.write(directory / page.FILE, document, "search.md", figures=terminal.OUTPUT.figures)
+
+    columns = terminal.columns(sys.stderr)
+    shown = page.screen(result, columns) if terminal.is_watched() else summary.rendered(document)
+    summary.publish(directory, shown, write, files.json_line(result))

@@ -3,7 +3,7 @@
 What is asked: the load (requests/s, or requests in flight) at which the share of requests that meet the objective, in
 steady state, is exactly the share that is wanted. A search is a list of probes, each at one load. All follows from the
 probes so far: the next one (`next_probe`), when a probe has shown enough (`judge`), and what all of them say
-(`answer`). So a search that was killed goes on from its probes.
+(`highest_load`). So a search that was killed goes on from its probes.
 
 Within a probe, requests count in the order in which they were sent, up to the first that is not over: later ones that
 are over already are the quick ones. Left out is the start: what was sent in the first two mean lives of a request, in
@@ -87,7 +87,7 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guess:
+class Prior:
     """Where a search starts. spread: scale of the guess's error, as a logarithm; its tails are long."""
 
     load: float
@@ -95,7 +95,7 @@ class Guess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ProbeTimes:
     """A probe so far, in the order in which requests were sent. Shapes (n,). sent_s, done_s: seconds since the probe
     began; done_s is infinite while a request is under way. late: how many times its limit the worst of a request's
     metrics is: above 1 where it misses the objective, infinite where it failed, anything while it is under way.
@@ -131,7 +131,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class NextProbe:
     """The next probe: at which load, and how many seconds of sending, and counted requests, at the most."""
 
     load: float
@@ -140,7 +140,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class EndReason:
     """Why no further probe is needed, one clause. code: for programs."""
 
     code: Literal["sure", "budget", "probes", "none", "unknown", "stopped"]
@@ -148,7 +148,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class HighestLoad:
     """The highest load, with its interval of 95 %, and the share that meets the objective at it, with its interval.
     value is None where no load meets the objective; high is infinite, or low 0, where no probe bounds it."""
 
@@ -163,12 +163,12 @@ class Answer:
 # One probe.
 
 
-def judge(goal: Goal, seen: Seen, most: float = math.inf) -> Probe | None:
+def judge(goal: Goal, seen: ProbeTimes, most: float = math.inf) -> Probe | None:
     """What a probe has shown once its answer is sure, or once `most` requests count; None: it must go on."""
     return _judged(goal, seen, 0.0, most, over=False)
 
 
-def conclude(goal: Goal, seen: Seen, load: float, behind_per_s: float | None = None) -> Probe:
+def conclude(goal: Goal, seen: ProbeTimes, load: float, behind_per_s: float | None = None) -> Probe:
     """What a probe has shown that is over. behind_per_s: the rate at which a server that was seen to fall behind ended
     requests, where the probe was stopped for that."""
     probe = _judged(goal, seen, load, math.inf, over=True, behind_per_s=behind_per_s)
@@ -177,7 +177,7 @@ def conclude(goal: Goal, seen: Seen, load: float, behind_per_s: float | None = N
 
 
 def _judged(
-    goal: Goal, seen: Seen, load: float, most: float, *, over: bool, behind_per_s: float | None = None
+    goal: Goal, seen: ProbeTimes, load: float, most: float, *, over: bool, behind_per_s: float | None = None
 ) -> Probe | None:
     ended_per_s = _ended_per_s(seen) if behind_per_s is None else behind_per_s
     first, last, life_s = _steady(seen, goal.attain)
@@ -209,7 +209,7 @@ def _judged(
     )
 
 
-def _steady(seen: Seen, attain: float) -> tuple[int, int, float]:
+def _steady(seen: ProbeTimes, attain: float) -> tuple[int, int, float]:
     """The requests that count, from the first to the one after the last, and the mean life of those that are over."""
     under_way = np.flatnonzero(~np.isfinite(seen.done_s))
     last = int(under_way[0]) if len(under_way) else len(seen.sent_s)
@@ -221,11 +221,11 @@ def _steady(seen: Seen, attain: float) -> tuple[int, int, float]:
     return min(max(int(np.searchsorted(seen.sent_s, start_s)), int(memory)), last), last, life_s
 
 
-def _under_way(seen: Seen, at_s: float) -> int:
+def _under_way(seen: ProbeTimes, at_s: float) -> int:
     return int(np.searchsorted(seen.sent_s, at_s, "right") - np.count_nonzero(seen.done_s <= at_s))
 
 
-def _ended_per_s(seen: Seen) -> float | None:
+def _ended_per_s(seen: ProbeTimes) -> float | None:
     """The rate at which a server that falls behind ends requests; None where it keeps up, or that cannot be said yet.
 
     `keeping_up` says it, of which a search asks more, since it looks again and again: where arrivals equal departures
@@ -238,7 +238,7 @@ def _ended_per_s(seen: Seen) -> float | None:
     return found.served_per_s
 
 
-def _is_settled(seen: Seen, first: int, last: int) -> bool:
+def _is_settled(seen: ProbeTimes, first: int, last: int) -> bool:
     """Whether as many requests end as come: what is under way does not grow over the counted time beyond chance."""
     if not seen.open_loop or last - first < FIRST_LOOK:
         return True
@@ -325,7 +325,7 @@ class Posterior:
         return math.sqrt(float((marginal * (self.u - mean) ** 2).sum()))
 
 
-def fit(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Posterior:
+def fit(goal: Goal, guess: Prior, probes: Sequence[Probe]) -> Posterior:
     """What all probes say of the highest load."""
     centre = math.log(guess.load)
     middle, reach, steps = centre, 9.0, 361
@@ -398,21 +398,21 @@ def _bound(u: Floats, most: float, probe: Probe) -> Floats:
     return -np.logaddexp(0, (u - most) * 1.7 / spread)  # a logistic curve is within 0.01 of the normal one
 
 
-def next_probe(goal: Goal, guess: Guess, probes: Sequence[Probe]) -> Order | Ended:
+def next_probe(goal: Goal, guess: Prior, probes: Sequence[Probe]) -> NextProbe | EndReason:
     """The probe that tells most, or why there is no need of one."""
     if not probes:
         return _order(goal, guess.load, probes)
     least = min(probes, key=lambda probe: probe.load)
     if least.verdict == "missed" and least.load * least.life_s < LONELY and not goal.whole:
-        return Ended(code="none", reason="requests miss the objective even where most of them are alone")
+        return EndReason(code="none", reason="requests miss the objective even where most of them are alone")
     if goal.whole and least.load <= 1 and least.verdict == "missed":
-        return Ended(code="none", reason="requests miss the objective even one at a time")
+        return EndReason(code="none", reason="requests miss the objective even one at a time")
     posterior = fit(goal, guess, probes)
     half = (posterior.quantile(0.975) - posterior.quantile(0.025)) / 2
     if half <= goal.precision_ratio and _bracketed(goal, probes):
-        return Ended(code="sure", reason=f"the interval is within {100 * goal.precision_ratio:g} % of the answer")
+        return EndReason(code="sure", reason=f"the interval is within {100 * goal.precision_ratio:g} % of the answer")
     if len(probes) >= goal.most_probes:
-        return Ended(code="probes", reason=f"{goal.most_probes} probes were made")
+        return EndReason(code="probes", reason=f"{goal.most_probes} probes were made")
     middle = posterior.quantile(0.5)
     if posterior.sd < 0.15:  # the answer is between known loads: around it
         reach = min(OFFSETS[len(probes) % len(OFFSETS)] / posterior.slope, 0.1)
@@ -439,22 +439,22 @@ def _bracketed(goal: Goal, probes: Sequence[Probe]) -> bool:
     return above and below and long >= LEAST_LONG
 
 
-def _order(goal: Goal, load: float, probes: Sequence[Probe]) -> Order | Ended:
+def _order(goal: Goal, load: float, probes: Sequence[Probe]) -> NextProbe | EndReason:
     left_s = goal.budget_s - sum(probe.seconds + probe.life_s for probe in probes)
     most_s = min(left_s, goal.budget_s / 4)
     if goal.budget_s < math.inf and left_s <= 0.02 * goal.budget_s:
-        return Ended(code="budget", reason="the time is over")
+        return EndReason(code="budget", reason="the time is over")
     load = max(1, round(load)) if goal.whole else load
     scatter = max(PRIOR_DISPERSION, float(np.median(_dispersions(probes)))) if probes else PRIOR_DISPERSION
     requests = max(AT_KNEE_MISSES / (1 - goal.attain), SETTLED) * scatter * 2 ** min(10, sum(map(_is_blind, probes)))
-    return Order(load=load, seconds=most_s, requests=math.ceil(requests))
+    return NextProbe(load=load, seconds=most_s, requests=math.ceil(requests))
 
 
-def answer(goal: Goal, guess: Guess, probes: Sequence[Probe], ended: Ended | None = None) -> Answer:
+def highest_load(goal: Goal, guess: Prior, probes: Sequence[Probe], ended: EndReason | None = None) -> HighestLoad:
     """What all probes say; also of a search that was stopped."""
     none = ended is not None and ended.code in ("none", "unknown")
     if none or not any(probe.counted or probe.ended_per_s for probe in probes):
-        return Answer(value=None, low=0.0, high=math.inf if not probes else probes[-1].load, attained=None,
+        return HighestLoad(value=None, low=0.0, high=math.inf if not probes else probes[-1].load, attained=None,
                       attained_low=None, attained_high=None)  # fmt: skip
     posterior = fit(goal, guess, probes)
     value, low, high = (math.exp(posterior.quantile(part)) for part in (0.5, 0.025, 0.975))
@@ -466,24 +466,24 @@ def answer(goal: Goal, guess: Guess, probes: Sequence[Probe], ended: Ended | Non
     sums = np.cumsum(posterior.weight.ravel()[order])
     at = np.minimum(np.searchsorted(sums, (0.5, 0.025, 0.975)), len(sums) - 1)
     attained, attained_low, attained_high = (float(each) for each in shares.ravel()[order][at])
-    return Answer(
+    return HighestLoad(
         value=value, low=low if below else 0.0, high=high if above else math.inf,
         attained=attained, attained_low=attained_low, attained_high=attained_high,
     )  # fmt: skip
 
 
-Probing = Callable[[Order], Probe]
+Probing = Callable[[NextProbe], Probe]
 
 
-def highest(probing: Probing, goal: Goal, guess: Guess) -> tuple[Answer, list[Probe], Ended]:
+def highest(probing: Probing, goal: Goal, guess: Prior) -> tuple[HighestLoad, list[Probe], EndReason]:
     """The whole search, where a probe can be made by a call."""
     probes: list[Probe] = []
-    while isinstance(order := next_probe(goal, guess, probes), Order):
+    while isinstance(order := next_probe(goal, guess, probes), NextProbe):
         probes.append(probing(order))
-    return answer(goal, guess, probes, order), probes, order
+    return highest_load(goal, guess, probes, order), probes, order
 
 
-def watched(goal: Goal, order: Order, seen: Callable[[float], Seen], looks_s: Sequence[float]) -> Probe:
+def watched(goal: Goal, order: NextProbe, seen: Callable[[float], ProbeTimes], looks_s: Sequence[float]) -> Probe:
     """A probe of a world in virtual time: `seen(s)` is what has been seen s seconds after its begin."""
     for at_s in looks_s:
         if (probe := judge(goal, seen(at_s), order.requests)) is not None:

@@ -31,13 +31,14 @@ from loadgen import child_env, rundir, terminal
 from loadgen.client.engine import Progress, Snapshot
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag
 from loadgen.document.content import number
+from loadgen.document.files import ReportError
 from loadgen.load.load import Load
 from loadgen.report import build
 from loadgen.run import NextRun, Run, Served, measure_each
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.series import put_aside
 from loadgen.search import results
-from loadgen.search.highest import Ended, Guess, Order, Probe, Seen, answer, conclude, next_probe
+from loadgen.search.highest import EndReason, NextProbe, Prior, Probe, ProbeTimes, conclude, highest_load, next_probe
 from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
 from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
@@ -47,7 +48,7 @@ ALONE_REQUESTS = 4
 SATURATION_STREAMS, SATURATION_RATIO = 64, 0.6  # what part of a closed loop's throughput is tried first
 SATURATION_LIVES, SATURATION_S = 4.0, 15.0
 MODELLED_SPREAD, SATURATION_SPREAD = 0.1, 0.4  # of the guesses, as logarithms
-CONCURRENCY = Guess(load=16, spread=1.0)
+CONCURRENCY = Prior(load=16, spread=1.0)
 MODEL_TIMEOUT_S = 60.0
 OVERHEAD_S, GRACE_S = 2.0, 1.0  # what a probe takes beside its load; how long its last replies may take for nothing
 LEAST_SENT_S, SHORT_S = 2.0, 8.0  # of sending; of a whole probe, where the budget is short
@@ -133,31 +134,33 @@ class Search:
 
     async def _probes(self, _: Served) -> AsyncGenerator[NextRun, None]:
         async with self._watcher:
-            while not isinstance(step := await self._next(), Ended):
+            while not isinstance(step := await self._next(), EndReason):
                 yield self._probe(step)
             self._keep(step)
 
     def stopped(self) -> None:
         """Keeps the answer of a search that a signal or a failure has ended."""
         if self.result.ended == "running":
-            self._keep(Ended(code="stopped", reason="it was stopped"))
+            self._keep(EndReason(code="stopped", reason="it was stopped"))
 
-    def _keep(self, ended: Ended | None) -> None:
+    def _keep(self, ended: EndReason | None) -> None:
         self.result = results.with_answer(self.result, ended)
         results.write(self.whole.directory, self.result)
 
     # What is tried next.
 
-    async def _next(self) -> Try | Ended:
+    async def _next(self) -> PlannedProbe | EndReason:
         result = self.result
         if not result.probes:
-            return Try("alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, result.options.budget_s / 4)
+            return PlannedProbe(
+                "alone", 1.0, {"concurrency": 1, "requests": ALONE_REQUESTS}, result.options.budget_s / 4
+            )
         alone = result.probes[0].probe
         if unknown := result.probes[0].unknown:
             why = "the findings of the first probe say why (loadgen report), and what ends it"
-            return Ended(code="unknown", reason=f"{' and '.join(unknown)} cannot be known here; {why}")
+            return EndReason(code="unknown", reason=f"{' and '.join(unknown)} cannot be known here; {why}")
         if alone.met == 0:
-            return Ended(code="none", reason="a request misses it even where it is alone")
+            return EndReason(code="none", reason="a request misses it even where it is alone")
         if result.guess is None:
             step = await self._guess(alone)
             if step is not None:
@@ -167,19 +170,19 @@ class Search:
         left_s = result.options.budget_s - result.spent_s
         goal = replace(result.options.goal, budget_s=left_s + sum(probe.seconds for probe in result.loads))
         order = next_probe(goal, guess, result.loads)
-        if isinstance(order, Ended):
+        if isinstance(order, EndReason):
             return order
         seconds = min(max(order.seconds, SHORT_S), left_s) - OVERHEAD_S - min(alone.life_s, order.seconds / 4)
         if seconds < max(LEAST_SENT_S, 8 * alone.life_s, result.options.budget_s / 20):
-            return Ended(code="budget", reason="the time is over")
+            return EndReason(code="budget", reason="the time is over")
         self._say(order, seconds)
         if result.options.axis == "concurrency":
             load: dict[str, Any] = {"concurrency": int(order.load)}
         else:
             load = {"arrival": f"poisson:{order.load:.6g}"}
-        return Try("probe", order.load, {**load, "duration": seconds}, seconds, order.requests)
+        return PlannedProbe("probe", order.load, {**load, "duration": seconds}, seconds, order.requests)
 
-    async def _guess(self, alone: Probe) -> Try | None:
+    async def _guess(self, alone: Probe) -> PlannedProbe | None:
         """Where to start: known now, or after a closed loop, which is then returned."""
         result = self.result
         if result.options.axis == "concurrency":
@@ -188,24 +191,24 @@ class Search:
         rate = await modelled_rate(result.options, self.whole)
         if rate is not None:
             source = f"the modelled {number(rate)} requests/s"
-            guess = Guess(load=rate, spread=MODELLED_SPREAD)
+            guess = Prior(load=rate, spread=MODELLED_SPREAD)
             self.result = msgspec.structs.replace(result, guess=guess, started_from=source)
             return None
         saturated = [run.probe for run in result.of("saturation")]
         if saturated:
             rate = saturated[0].load
             source = f"{SATURATION_RATIO:g} of the {number(rate)} requests/s that a closed loop got"
-            guess = Guess(load=max(1e-3, SATURATION_RATIO * rate), spread=SATURATION_SPREAD)
+            guess = Prior(load=max(1e-3, SATURATION_RATIO * rate), spread=SATURATION_SPREAD)
             self.result = msgspec.structs.replace(result, guess=guess, started_from=source)
             return None
         seconds = min(max(SATURATION_LIVES * alone.life_s, 3.0), SATURATION_S, result.options.budget_s / 6)
-        return Try("saturation", 0.0, {"concurrency": SATURATION_STREAMS, "duration": seconds}, seconds)
+        return PlannedProbe("saturation", 0.0, {"concurrency": SATURATION_STREAMS, "duration": seconds}, seconds)
 
-    def _say(self, order: Order, seconds: float) -> None:
+    def _say(self, order: NextProbe, seconds: float) -> None:
         result = self.result
         between = ""
         if result.guess is not None and result.loads:
-            so_far = answer(result.options.goal, result.guess, result.loads)
+            so_far = highest_load(result.options.goal, result.guess, result.loads)
             high = "?" if math.isinf(so_far.high) else number(so_far.high)
             between = f"; so far between {number(so_far.low)} and {high}"
         left_min = max(0.0, result.options.budget_s - result.spent_s) / 60
@@ -216,7 +219,7 @@ class Search:
 
     # One probe.
 
-    def _probe(self, step: Try) -> NextRun:
+    def _probe(self, step: PlannedProbe) -> NextRun:
         whole, number_ = self.whole, len(self.result.probes) + 1
         directory = rundir.within(whole.directory, str(number_))
         put_aside(directory)
@@ -234,7 +237,7 @@ class Search:
             self._watcher.begin(watch)
         return NextRun(one, partial(self._over, one, step, time.monotonic()), self._watched(step))
 
-    def _over(self, one: Run, step: Try, began_s: float) -> None:
+    def _over(self, one: Run, step: PlannedProbe, began_s: float) -> None:
         """Keeps what a probe has shown."""
         self._watcher.over()
         run = self._probe_run(one.directory, step, one.config.load)
@@ -252,7 +255,7 @@ class Search:
             self.result, backend=manifest.backend, model=manifest.model, emulated=manifest.emulated
         )
 
-    def _watched(self, step: Try) -> Progress:
+    def _watched(self, step: PlannedProbe) -> Progress:
         """Ends the probe where its time is over and replies are still awaited: they belong to a queue that grows."""
         stop, ended = self.whole.stop, False
 
@@ -265,11 +268,11 @@ class Search:
 
         return watched
 
-    def _probe_run(self, directory: Path, step: Try, load: Load) -> ProbeRun:
+    def _probe_run(self, directory: Path, step: PlannedProbe, load: Load) -> ProbeRun:
         """What a probe showed, with its report."""
         report, table = build.from_directory(directory)
-        with contextlib.suppress(OSError):  # `loadgen report` makes it again
-            build.write_numbers(directory, report, table)
+        with contextlib.suppress(ReportError):  # `loadgen report` makes it again
+            build.write(directory, report, table)
         measured = table.measured()
         slo_ms = self.result.options.slo_ms
         late = lateness(slo_ms, times_of(measured))
@@ -306,7 +309,7 @@ class Search:
         )
 
 
-def served_per_s(found: KeepingUp | None, seen: Seen) -> float:
+def served_per_s(found: KeepingUp | None, seen: ProbeTimes) -> float:
     """The rate at which a probe ended requests that was stopped as its server fell behind: as its report says, else
     over the later half of its time."""
     if found is not None and found.served_per_s is not None:
@@ -316,7 +319,7 @@ def served_per_s(found: KeepingUp | None, seen: Seen) -> float:
 
 
 @dataclass(frozen=True)
-class Try:
+class PlannedProbe:
     """One run to be made: `options` of its load; sent for so many seconds at the most, or so many counted requests."""
 
     kind: ProbeKind

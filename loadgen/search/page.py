@@ -32,7 +32,7 @@ from loadgen.document.content import (
 from loadgen.report.pages import several
 from loadgen.report.repeats import ENDED_EARLY
 from loadgen.search import objective, results
-from loadgen.search.highest import answer
+from loadgen.search.highest import highest_load
 from loadgen.search.results import UNITS, ProbeRun, SearchResult
 
 FILE = "search.html"
@@ -236,7 +236,7 @@ def _bracket(result: SearchResult) -> list[Series]:
     loads = [probe.load for probe in result.loads]
     x, y, low, high = [], [], [], []
     for step in range(len(loads)):
-        so_far = answer(result.options.goal, result.guess, result.loads[: step + 1])
+        so_far = highest_load(result.options.goal, result.guess, result.loads[: step + 1])
         if so_far.value is not None:
             x.append(step)
             y.append(so_far.value)

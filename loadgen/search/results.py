@@ -5,7 +5,6 @@ The file is written after every probe, so it is also from where a search that wa
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from loadgen.document.content import number
 from loadgen.report.text import QUICK_ACKS
 from loadgen.rundir import RunError
 from loadgen.search import objective
-from loadgen.search.highest import Answer, Ended, Goal, Guess, Probe, answer
+from loadgen.search.highest import EndReason, Goal, HighestLoad, Prior, Probe, highest_load
 from loadgen.steady.blocks import NORMAL_975, wilson
 
 SCHEMA, FILE = "loadgen.search/1", "search.json"
@@ -93,7 +92,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     limited_by: str | None = None
     ended_because: str = "it goes on"
     ended: str = "running"
-    guess: Guess | None = None
+    guess: Prior | None = None
     started_from: str = ""
     probes: list[ProbeRun] = []
 
@@ -118,12 +117,12 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.rate_per_s or self.concurrency or Range(None, None, None)
 
 
-def with_answer(result: SearchResult, ended: Ended | None) -> SearchResult:
+def with_answer(result: SearchResult, ended: EndReason | None) -> SearchResult:
     """With what its probes say, and why it ended; None: it goes on, or was stopped."""
     none = ended is not None and ended.code in ("none", "unknown")
-    estimate = Answer(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
+    estimate = HighestLoad(value=None, low=0.0, high=math.inf, attained=None, attained_low=None, attained_high=None)
     if result.guess is not None and result.loads and not none:
-        estimate = answer(result.options.goal, result.guess, result.loads, ended)
+        estimate = highest_load(result.options.goal, result.guess, result.loads, ended)
     sought = Range(estimate.value, _finite(estimate.low) or None, _finite(estimate.high))
     interval = None
     if estimate.attained_low is not None and estimate.attained_high is not None:
@@ -195,11 +194,6 @@ def read(directory: Path) -> SearchResult:
     if result.schema != SCHEMA:
         raise RunError(f"{path} has schema '{result.schema}', and this version reads {SCHEMA}.")
     return result
-
-
-def to_json(result: SearchResult) -> str:
-    """One line, ASCII."""
-    return json.dumps(msgspec.to_builtins(result))
 
 
 def sentence(result: SearchResult) -> str:

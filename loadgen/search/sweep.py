@@ -23,6 +23,7 @@ import msgspec
 from backends.untrusted import hide, printable
 from loadgen import rundir, summary, terminal
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, keys_of_url
+from loadgen.document.files import ReportError
 from loadgen.event_loop import Stop
 from loadgen.load.lengths import WorkloadError
 from loadgen.probe import identify
@@ -214,7 +215,7 @@ def _reported(sweep: Sweep, run: PointRun) -> None:
     directory = sweep.directory / run.name
     try:
         report_run(directory)
-    except build.ReportError as error:  # the records are there, and the report can be made again
+    except ReportError as error:  # the records are there, and the report can be made again
         sweep.say(f"note: {error}")
     state, report = sweep.states[run.name] = sweeps.state_of(directory)
     sweep.series.end(run.name, again=state != "finished")
@@ -229,7 +230,7 @@ def _report_finished(sweep: Sweep) -> None:
     for name in sorted(done - sweeps.reported(sweep.directory)):
         try:
             report_run(sweep.directory / name)
-        except build.ReportError as error:
+        except ReportError as error:
             sweep.say(f"note: {error}")
 
 

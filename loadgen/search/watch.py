@@ -24,7 +24,7 @@ from loadgen.monitor.tail import RecordTail
 from loadgen.monitor.totals import Record
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import Table
-from loadgen.search.highest import Goal, Seen, judge
+from loadgen.search.highest import Goal, ProbeTimes, judge
 from loadgen.search.objective import Times, lateness
 
 PERIOD_S = 0.5
@@ -95,7 +95,7 @@ def assemble(
     done_ns: NDArray[np.int64],
     late: NDArray[np.float64],
     elapsed_ns: int,
-) -> Seen:
+) -> ProbeTimes:
     """The requests of a probe in the order in which they were sent, from those that are over (n,); due_ns: when each
     was due, of a closed loop None. A request that was due and is not over is under way."""
     known = ids < (len(due_ns) if due_ns is not None else int(ids.max(initial=-1)) + 1)
@@ -109,7 +109,7 @@ def assemble(
     done_s, lateness_ratio = np.full(count, np.inf), np.zeros(count)
     sent_s[ids] = np.where(sent_ns >= 0, sent_ns / 1e9, sent_s[ids])
     done_s[ids], lateness_ratio[ids] = np.maximum(done_ns / 1e9, sent_s[ids]), late
-    return Seen(
+    return ProbeTimes(
         sent_s=np.maximum.accumulate(sent_s), done_s=done_s, late=lateness_ratio, elapsed_s=elapsed_ns / 1e9,
         open_loop=due_ns is not None,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def times_of(table: Table) -> Times:
     )  # fmt: skip
 
 
-def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> Seen:
+def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> ProbeTimes:
     """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
     kept = (table.outcome != OUTCOMES.index("cancelled")) & ~table.abandoned
     late = worst(lateness(limits_ms, times_of(table)))

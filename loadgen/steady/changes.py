@@ -75,7 +75,7 @@ def find(seen: Stamps, stalls: Sequence[tuple[float, float]] = ()) -> Change | N
         logs = np.log(values / values.mean())
         if np.ptp(logs) > ALIKE:
             columns += [logs, logs**2]
-    return _told(np.log(held_s[known] / tokens[known]), columns, ((edges_s[:-1] + edges_s[1:]) / 2)[known])
+    return _change(np.log(held_s[known] / tokens[known]), columns, ((edges_s[:-1] + edges_s[1:]) / 2)[known])
 
 
 def _thinned(seen: Stamps) -> Stamps:
@@ -94,7 +94,7 @@ def _edges_s(seen: Stamps, from_s: Floats) -> Floats | None:
     return np.linspace(begin_s, end_s, parts + 1) if parts >= LEAST_PARTS else None
 
 
-def _told(pace: Floats, others: list[Floats], middle_s: Floats) -> Change | None:
+def _change(pace: Floats, others: list[Floats], middle_s: Floats) -> Change | None:
     n = len(pace)
     minutes = (middle_s - middle_s[0]) / 60
     null, _ = _fit(pace, others)

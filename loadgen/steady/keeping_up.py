@@ -122,7 +122,7 @@ def judge(flow: Flow, unit: str = "requests") -> KeepingUp:
         return KeepingUp(word="unknown", why=f"all {unit} arrived at once")
     queue, replies = _seen(flow, flow.first_s, lasted_s), _seen(flow, flow.done_s, lasted_s)
     if _is_behind(queue, queued=True):
-        return _told(queue, "fell_behind")
+        return _with_rates(queue, "fell_behind")
     lives = lasted_s / max(1e-9, _early_s(flow, flow.done_s, lasted_s))
     if _is_behind(replies, queued=False):
         word, why = _filling(replies, lives)
@@ -133,7 +133,7 @@ def judge(flow: Flow, unit: str = "requests") -> KeepingUp:
         word, why = ("near_limit" if max(queue.backlog, replies.backlog) > wanders else "kept_up"), ""
         if word == "near_limit" and queue.backlog <= wanders and lives < FILLS_LIVES:
             word, why = "unknown", UNSETTLED
-    return KeepingUp(word=word, why=why) if word == "unknown" else _told(replies, word)
+    return KeepingUp(word=word, why=why) if word == "unknown" else _with_rates(replies, word)
 
 
 def _early_s(flow: Flow, step_s: Floats, lasted_s: float) -> float:
@@ -207,7 +207,7 @@ def _filling(seen: _Seen, lives: float) -> tuple[Word, str]:
     return "fell_behind", ""
 
 
-def _told(seen: _Seen, word: Word) -> KeepingUp:
+def _with_rates(seen: _Seen, word: Word) -> KeepingUp:
     """The verdict with its rates: of a server that fell behind, from when it did."""
     arrived_s, (first, last) = seen.flow.arrived_s, seen.ends
     onset, begin = _onset(seen) if word == "fell_behind" else (first, first)

@@ -25,6 +25,8 @@ from backends import exit_codes
 from backends.exit_codes import UserError, check_least, lacking
 from loadgen import terminal
 from loadgen.config import ConfigError, DtypeOption, KvCacheDtype, LaunchOptions, QuantizationName
+from loadgen.document.content import Table
+from loadgen.document.terminal import rows
 from loadgen.option_types import Whole, names, option
 from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.live import before_and_after, series
@@ -331,15 +333,10 @@ def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[H
 
 def table(errors: Sequence[HeldOut]) -> str:
     """For people."""
-    lines = [
-        f"{'run not fitted to':34s} {'makespan':>9s} {'e2el MAPE':>10s} {'e2el W1':>8s} {'ttft W1':>8s} {'tpot W1':>8s}"
-    ]
-    lines += [
-        f"{one.run:34s} {one.makespan:+9.1%} {one.e2el_mape:10.1%} {one.e2el_w1:8.1%} {one.ttft_w1:8.1%} "
-        f"{one.tpot_w1:8.1%}"
-        for one in errors
-    ]
-    return "\n".join(lines)
+    heads = ["run not fitted to", "makespan", "e2el MAPE", "e2el W1", "ttft W1", "tpot W1"]
+    errors_of = ((one, (one.e2el_mape, one.e2el_w1, one.ttft_w1, one.tpot_w1)) for one in errors)
+    cells = [[one.run, f"{one.makespan:+.1%}", *(f"{off:.1%}" for off in offs)] for one, offs in errors_of]
+    return "\n".join(rows(Table(heads, cells)))
 
 
 def write(profile: Profile, out: Path) -> None:

@@ -48,7 +48,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class Body(wire.Asked, kw_only=True):
+class Body(wire.RequestFields, kw_only=True):
     """The fields of either route that matter here. Others are accepted and ignored, as vLLM does."""
 
     max_tokens: int | None = None
@@ -155,7 +155,7 @@ class OpenAI:
         """The model, or its adapter, that a request names."""
         return asked or self._settings.model
 
-    def _is_for(self, reply: Wire, asked: wire.Asked) -> None:
+    def _is_for(self, reply: Wire, asked: wire.RequestFields) -> None:
         served = self._served(asked.model)
         reply.adapter = "" if served == self._settings.model else served
         reply.priority = asked.priority or 0
@@ -278,8 +278,8 @@ class OpenAI:
         text = body.prompt or " ".join(text for message in body.messages or () for text in message.texts())
         ids = [*template, *wire.prompt_ids(text)]
         words = ["" for _ in template] + re.findall(r"\s?\S+", text)
-        said = {"count": len(ids), "max_model_len": self._settings.max_model_len, "tokens": ids}
-        return wire.json_page(200, said | {"token_strs": words if body.return_token_strs else None})
+        reply = {"count": len(ids), "max_model_len": self._settings.max_model_len, "tokens": ids}
+        return wire.json_page(200, reply | {"token_strs": words if body.return_token_strs else None})
 
     def _decoded(self, raw: bytes, decode: Callable[[bytes], T]) -> T:
         try:

@@ -20,7 +20,7 @@ Prompt = str | list[wire.TokenId]
 Answer = Callable[[int], dict[str, Any]]  # what is said of the text of this place
 
 
-class EmbeddingBody(wire.Asked, kw_only=True):
+class EmbeddingBody(wire.RequestFields, kw_only=True):
     """The fields that matter here; others are accepted and ignored."""
 
     input: Prompt
@@ -44,7 +44,7 @@ class EmbeddingsBody(EmbeddingBody, kw_only=True):
         return self.input
 
 
-class RerankBody(wire.Asked, kw_only=True):
+class RerankBody(wire.RequestFields, kw_only=True):
     query: str
     documents: list[str]
 
@@ -55,7 +55,7 @@ class RerankBody(wire.Asked, kw_only=True):
         return {"index": place, "document": {"text": self.documents[place]}, "relevance_score": 1 / (1 + place)}
 
 
-class ScoreBody(wire.Asked, kw_only=True):
+class ScoreBody(wire.RequestFields, kw_only=True):
     text_1: str
     text_2: list[str]
 
@@ -94,11 +94,11 @@ class PooledReply:
         tokens = sum(each.prompt_tokens for each in self.wires)
         usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens}
         answers = [self._body.answer(place) for place in range(len(self.wires))]
-        said: dict[str, Any] = {"id": self._id, "model": self._model, "usage": usage}
+        body: dict[str, Any] = {"id": self._id, "model": self._model, "usage": usage}
         if isinstance(self._body, RerankBody):
-            return wire.json_page(200, said | {"results": answers})
+            return wire.json_page(200, body | {"results": answers})
         usage |= {"completion_tokens": 0, "prompt_tokens_details": None}
-        return wire.json_page(200, said | {"object": "list", "created": self._created_s, "data": answers})
+        return wire.json_page(200, body | {"object": "list", "created": self._created_s, "data": answers})
 
 
 class PooledWire(Wire):

@@ -34,7 +34,7 @@ class Message(msgspec.Struct):
         return [image if isinstance(image, str) else image.url for image in shown]
 
 
-class ResponseBody(wire.Asked, kw_only=True):
+class ResponseBody(wire.RequestFields, kw_only=True):
     """The fields that matter here; others are accepted and ignored."""
 
     input: str | list[Message]

@@ -125,12 +125,12 @@ class SGLangOpenAIWire(Wire):
         }  # fmt: skip
 
 
-def _choice(finish: Finish | None, **said: Any) -> dict[str, Any]:
-    return {"index": 0, **said, "logprobs": None, "finish_reason": finish, "matched_stop": None}
+def _choice(finish: Finish | None, **fields: Any) -> dict[str, Any]:
+    return {"index": 0, **fields, "logprobs": None, "finish_reason": finish, "matched_stop": None}
 
 
-def _delta(finish: Finish | None, **said: str) -> dict[str, Any]:
-    return _choice(finish, delta={"reasoning_content": None, **said})
+def _delta(finish: Finish | None, **fields: str) -> dict[str, Any]:
+    return _choice(finish, delta={"reasoning_content": None, **fields})
 
 
 def _error(code: int, message: str, kind: str) -> bytes:

@@ -23,7 +23,7 @@ class Options(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class TokensBody(wire.Asked, kw_only=True):
+class TokensBody(wire.RequestFields, kw_only=True):
     token_ids: list[wire.TokenId]
     sampling_params: SamplingParams
     stream: bool | None = False
@@ -63,12 +63,12 @@ class TokensWire(Wire):
         return b"data: " + self._failure + b"\n\n" + self.done
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        said = {
+        body = {
             "request_id": self._id, "model": self._model, "created": self._created_s, "usage": self._usage(count),
             "prompt_logprobs": None, "prompt_token_ids": None, "metrics": None, "kv_transfer_params": None,
             "output_mode": "tokens", "choices": [_choice(range(1, count + 1), finish, count)],
         }  # fmt: skip
-        return wire.json_page(200, said)
+        return wire.json_page(200, body)
 
     def _chunk(self, more: dict[str, Any], choices: list[dict[str, Any]]) -> bytes:
         fields = {"request_id": self._id, **more, "output_mode": "tokens", "choices": choices}

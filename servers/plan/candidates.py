@@ -16,7 +16,7 @@ import msgspec
 from backends.decoder import ModelSpec
 from backends.untrusted import read_json
 from loadgen.config import ConfigError
-from loadgen.search.highest import Answer
+from loadgen.search.highest import HighestLoad
 from servers.plan.sizing import THROUGHPUT, Demand, Limits, NotMet, SizedServer, Trial
 from servers.plan.sure import surest
 from servers.simulator import formats, hardware
@@ -61,7 +61,7 @@ class Row:
     bound: str
     highest: Trial
     trial: Trial
-    answer: Answer | None = None
+    answer: HighestLoad | None = None
 
     @property
     def emulated(self) -> Emulated:
@@ -123,7 +123,7 @@ def candidates(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Requirements:
     """What every candidate is asked. `emulation` raises EmulationError or HardwareError for what cannot be."""
 
     emulation: Callable[[Candidate], Emulated]
@@ -133,31 +133,31 @@ class Question:
     max_gpus: int
 
 
-def judge(candidate: Candidate, question: Question) -> Row | Unmet:
+def judge(candidate: Candidate, wanted: Requirements) -> Row | Unmet:
     """What one kind of server needs for the whole load."""
-    demand = question.demand
+    demand = wanted.demand
     try:
-        server = SizedServer(question.emulation(candidate), demand, question.limits)
-        rate, bound = server.highest(demand.rate / max(1, question.max_gpus // candidate.tp))
-        return _row(candidate, server, rate, bound, question)
+        server = SizedServer(wanted.emulation(candidate), demand, wanted.limits)
+        rate, bound = server.highest(demand.rate / max(1, wanted.max_gpus // candidate.tp))
+        return _row(candidate, server, rate, bound, wanted)
     except (EmulationError, HardwareError, NotMet) as reason:
         return Unmet(candidate=candidate, reason=str(reason))
 
 
-def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, question: Question) -> Row:
+def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, wanted: Requirements) -> Row:
     """At that highest rate of one server. Raises NotMet and EmulationError."""
-    demand, servers = question.demand, math.ceil(question.demand.rate / rate)
+    demand, servers = wanted.demand, math.ceil(wanted.demand.rate / rate)
     while True:
-        if servers * candidate.tp > question.max_gpus:
+        if servers * candidate.tp > wanted.max_gpus:
             raise NotMet(
                 f"needs {servers} servers of {rate:.3g} {demand.what} (limited by {bound}), "
-                f"{servers * candidate.tp} GPUs; --max-gpus is {question.max_gpus}"
+                f"{servers * candidate.tp} GPUs; --max-gpus is {wanted.max_gpus}"
             )
         share = server.at(demand.rate / servers)
         if share.missed is None:
             break
         servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
-    each = price(question.prices, candidate.gpu)
+    each = price(wanted.prices, candidate.gpu)
     return Row(
         candidate=candidate,
         server=server,
@@ -170,25 +170,25 @@ def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, que
     )
 
 
-def made_sure(rows: list[Row], unmet: list[Unmet], question: Question) -> tuple[list[Row], list[Unmet]]:
+def made_sure(rows: list[Row], unmet: list[Unmet], wanted: Requirements) -> tuple[list[Row], list[Unmet]]:
     """Searches for the rate of the first row again, as `loadgen search` does, until the first needs it no more: it has
     its interval, or its limit is what the server works off, which hangs on no single requests. Another row may come
     first by that. Only loads of single requests can be drawn again."""
-    load = question.demand.load
+    load = wanted.demand.load
     if load.sessions is not None or load.trace is not None:
         return rows, unmet
     for _ in range(MOST_SURE):
         if not rows or rows[0].answer is not None or rows[0].bound == THROUGHPUT:
             break
-        rows, unmet = ranked([_sure(rows[0], question), *rows[1:], *unmet])
+        rows, unmet = ranked([_sure(rows[0], wanted), *rows[1:], *unmet])
     return rows, unmet
 
 
-def _sure(row: Row, question: Question) -> Row | Unmet:
+def _sure(row: Row, wanted: Requirements) -> Row | Unmet:
     try:
-        answer = surest(row.emulated, question.demand, question.limits, row.server_rate)
+        answer = surest(row.emulated, wanted.demand, wanted.limits, row.server_rate)
         rate = row.server_rate if answer.value is None else answer.value
-        return replace(_row(row.candidate, row.server, rate, row.bound, question), answer=answer)
+        return replace(_row(row.candidate, row.server, rate, row.bound, wanted), answer=answer)
     except (EmulationError, NotMet) as reason:
         return Unmet(candidate=row.candidate, reason=str(reason))
 

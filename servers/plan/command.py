@@ -41,7 +41,7 @@ from servers.plan.candidates import (
     ANY,
     NONE,
     Candidate,
-    Question,
+    Requirements,
     candidates,
     judge,
     made_sure,
@@ -235,13 +235,13 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     scheduler = options.setup(Candidate(gpu=kinds[0], tp=1, model=options.model[0]), demand.load).scheduler
     profile = profiles()[scheduler] if options.profile is None else read_profile(options.profile, scheduler)
     largest_tp = min(LARGEST_TP, options.max_gpus)
-    question = Question(
+    wanted = Requirements(
         emulation=lambda each: emulate(options.setup(each, demand.load)), demand=demand, limits=limits, prices=prices,
         max_gpus=options.max_gpus,
     )  # fmt: skip
     looked_at = _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
-    rows, unmet = ranked([judge(candidate, question) for candidate in looked_at])
-    rows, unmet = made_sure(rows, unmet, question)
+    rows, unmet = ranked([judge(candidate, wanted) for candidate in looked_at])
+    rows, unmet = made_sure(rows, unmet, wanted)
     plan = Plan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
     if options.json:
         terminal.say(render(plan))

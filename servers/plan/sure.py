@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from loadgen.search.highest import Answer, Goal, Guess, Order, Probe, Seen, highest, watched
+from loadgen.search.highest import Goal, HighestLoad, NextProbe, Prior, Probe, ProbeTimes, highest, watched
 from servers.plan.sizing import Demand, Limits, replying, took_s
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
@@ -23,12 +23,12 @@ LOOK_GROWTH = 1.3  # each look at a probe has so many times the requests of the 
 FIRST_LOOK = 100  # requests
 
 
-def surest(emulated: Emulated, demand: Demand, limits: Limits, rate: float) -> Answer:
+def surest(emulated: Emulated, demand: Demand, limits: Limits, rate: float) -> HighestLoad:
     """The highest rate (requests/s) of one server, near `rate`, at which the limits' share of the requests keep every
     limit, with its interval. demand: single requests, of which there are more when they are drawn again."""
     goal = Goal(attain=limits.percentile / 100, budget_s=MOST_REQUESTS / rate)
     probes = _Probes(emulated, demand, limits)
-    found, _, _ = highest(lambda order: probes.play(goal, order), goal, Guess(load=rate, spread=GUESS_SPREAD))
+    found, _, _ = highest(lambda order: probes.play(goal, order), goal, Prior(load=rate, spread=GUESS_SPREAD))
     return found
 
 
@@ -42,7 +42,7 @@ class _Probes:
         self._random = np.random.default_rng(demand.load.seed)
 
     @uncollected()
-    def play(self, goal: Goal, order: Order) -> Probe:
+    def play(self, goal: Goal, order: NextProbe) -> Probe:
         """One probe, as far as it takes to be sure."""
         most = int(min(MARGIN * order.requests, order.seconds * order.load))
         sent_s = np.cumsum(self._random.exponential(1 / order.load, max(2 * FIRST_LOOK, most)))
@@ -56,7 +56,7 @@ class _Probes:
 
         engine, submitted = replying(self._emulated, end), 0
 
-        def seen(until_s: float) -> Seen:
+        def seen(until_s: float) -> ProbeTimes:
             nonlocal submitted
             so_far = int(np.searchsorted(sent_s, until_s, "right"))
             for index in range(submitted, so_far):
@@ -67,7 +67,7 @@ class _Probes:
                     done_s[index], late[index] = at_s, math.inf
             submitted = so_far
             over_s = np.where(done_s[:so_far] <= until_s, done_s[:so_far], np.inf)
-            return Seen(sent_s=sent_s[:so_far], done_s=over_s, late=late[:so_far], elapsed_s=until_s)
+            return ProbeTimes(sent_s=sent_s[:so_far], done_s=over_s, late=late[:so_far], elapsed_s=until_s)
 
         looks = np.unique((FIRST_LOOK * LOOK_GROWTH ** np.arange(50)).astype(int))
         return watched(goal, order, seen, [float(sent_s[look]) for look in (*looks[looks < count - 1], count - 1)])

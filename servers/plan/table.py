@@ -81,11 +81,9 @@ def render(plan: Plan) -> str:
         lines.append("Nothing that was looked at would do.")
     if plan.unmet:
         names = [_name(each.candidate, plan) for each in plan.unmet]
-        width = max(map(len, names))
-        lines += ["", "Would not do:"]
-        lines += [
-            f"  {name:{width}s}  {each.reason.rstrip('.')}." for name, each in zip(names, plan.unmet, strict=True)
-        ]
+        reasons = [f"{each.reason.rstrip('.')}." for each in plan.unmet]
+        unmet = terminal.aligned([*zip(names, reasons, strict=True)])
+        lines += ["", "Would not do:", *(f"  {line}" for line in unmet)]
     lines += ["", *_reliability(plan), f"Prices: {plan.prices.source} ({plan.prices.date}). Yours: --prices FILE."]
     return "\n".join(map(escaped, lines))
 

@@ -26,7 +26,6 @@ from backends import exit_codes
 from backends.protocol import ServerInfo
 from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
-from loadgen.document import html
 from loadgen.load.choices import Shared
 from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import residual
@@ -119,7 +118,7 @@ def predict(
         terminal.note(f"{len(outcomes)} requests in {time.perf_counter() - began:.2f} s of computing")
         run_manifest = manifest(config, load, emulated, run_id, len(outcomes) - len(warm_up), _prompts(config))
         del sent, emulated  # the report needs the memory
-        written = write(directory, run_manifest, outcomes, shapes, load.turns(), Asked.of(load))
+        written = write(directory, run_manifest, outcomes, shapes, load.turns(), RequestChoices.of(load))
     return cli.report_one(directory, "loadgen", written=written)
 
 
@@ -140,24 +139,23 @@ def _check(config: PredictOptions) -> None:
 def _paper(config: PredictOptions) -> int:
     if config != PredictOptions(out=config.out, seed=config.seed):
         raise ConfigError("--preset paper decides on load, servers and GPUs; only --out and --seed go with it.")
-    from loadgen.document import figure, markdown  # with matplotlib
+    from loadgen import summary
+    from loadgen.document import files
     from servers.predict import paper, paper_page
 
     directory = config.out or Path("runs") / rundir.new_run_id()
     rundir.create(directory)
     began = time.perf_counter()
     results = paper.predict_all(config.seed)
-    summary = paper.summary(results, config.seed)
-    page = paper_page.page(summary, results, ["loadgen", *sys.argv[1:]])
-    figure.write(page, directory)
-    (directory / "paper.html").write_text(html.render(page), encoding="utf-8")
-    text, json = markdown.render(page), summary.as_json()
-    (directory / "paper.json").write_bytes(msgspec.json.format(json, indent=1) + b"\n")
-    (directory / "paper.md").write_text(text, encoding="utf-8")
-    terminal.say(text)
-    terminal.say(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
-    terminal.say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    sys.stdout.write(json.decode() + "\n")
+    found = paper.summary(results, config.seed)
+    terminal.note(f"{len(results)} runs in {time.perf_counter() - began:.0f} s of computing")
+    page, json = paper_page.page(found, results, ["loadgen", *sys.argv[1:]]), found.as_json().decode()
+
+    def write() -> None:
+        files.save(directory, {"paper.json": msgspec.json.format(json, indent=1) + "\n"})
+        files.write(directory / "paper.html", page, "paper.md", figures=True)
+
+    summary.publish(directory, summary.rendered(page), write, json, unasked="")
     return exit_codes.OK
 
 
@@ -185,14 +183,14 @@ def drawn(config: Config) -> tuple[Load, Shapes]:
     return load, dataset
 
 
-class Asked(NamedTuple):
+class RequestChoices(NamedTuple):
     """What each request asks for, by its number: an adapter, empty for none, and a priority."""
 
     adapter: Callable[[int], str] = lambda number: ""
     priority: Callable[[int], int] = lambda number: 0
 
     @classmethod
-    def of(cls, load: Load) -> Asked:
+    def of(cls, load: Load) -> RequestChoices:
         turns, chosen = load.turns(), cls()
         if load.adapters is not None:
             chosen = chosen._replace(adapter=_by_session(load.adapters.drawn(load.seed), turns))
@@ -210,7 +208,7 @@ def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     sent = _requests(load, shapes)
     if load.adapters is None and load.priorities is None:
         return sent
-    adapter, priority = Asked.of(load)
+    adapter, priority = RequestChoices.of(load)
     named = (each._replace(adapter=adapter(number), priority=priority(number)) for number, each in enumerate(sent))
     return list(named) if isinstance(sent, list) else named
 
@@ -289,14 +287,14 @@ def write(
     outcomes: list[Outcome],
     shapes: Shapes,
     turns: Turns | None,
-    asked: Asked | None = None,
+    asked: RequestChoices | None = None,
 ) -> records.Recorded:
     """Writes the run directory, manifest and records, and gives back what would be read from it. Empties `outcomes`.
     turns: of sessions; asked: of requests. Raises RecordsError, before it writes, for times that no record
     can have."""
     wall_s = max((each.times_s[-1] if each.times_s else each.sent_s for each in outcomes), default=0.0)
     caches = run_manifest.emulation is None or run_manifest.emulation.prefix_caching
-    asked, measured = asked or Asked(), [each for each in outcomes if each.index >= 0]
+    asked, measured = asked or RequestChoices(), [each for each in outcomes if each.index >= 0]
     adapters = {shapes.id(each.index): name for each in measured if (name := asked.adapter(each.index))}
     priorities = {shapes.id(each.index): value for each in measured if (value := asked.priority(each.index))}
     del measured  # outcomes are let go of

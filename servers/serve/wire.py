@@ -73,7 +73,7 @@ class Settings:
     adapters: tuple[str, ...] = ()
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class RequestFields(msgspec.Struct, kw_only=True):
     """What bodies say of a request beside what it is for."""
 
     model: str | None = None

@@ -9,8 +9,9 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from loadgen import cli
+from loadgen.document import files
 from loadgen.report import compare, repeats
-from loadgen.report.pages import repeat, several
+from loadgen.report.pages import repeat
 from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 from tests.loadgen.report.pages.test_sweep import reported
 from tests.loadgen.report.test_repeats import many
@@ -26,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, firsts in (("a", [101, 103, 102]), ("b", [121, 123, 122])):
         runs = reported(many(made / name, firsts))
         repeats.write(runs, repeats.read(runs))
-        several.write(runs / repeat.FILE, repeat.of(runs, repeats.read(runs)))
+        files.write(runs / repeat.FILE, repeat.of(runs, repeats.read(runs)))
     line = ["compare", str(made / "a"), str(made / "b"), "--fail-if", "ttft_p99>+5%", "--html", str(made / "c.html")]
     assert cli.invoke(line) == 5
     return made

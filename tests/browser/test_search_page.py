@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from loadgen.report.pages import several
+from loadgen.document import files
 from loadgen.search import page, results
 from tests.browser.chromium import SCHEMES, WIDTHS, Chromium
 from tests.loadgen.report.pages.test_sweep import reported
@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five probes, each with the page of a run."""
     made = reported(many(tmp_path_factory.mktemp("search") / "s", [101.0] * 5))
     results.write(made, found())
-    several.write(made / page.FILE, page.of(made, results.read(made)))
+    files.write(made / page.FILE, page.of(made, results.read(made)))
     return made
 
 

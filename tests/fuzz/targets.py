@@ -32,7 +32,7 @@ from backends.protocol import Backend, Decoder, Delta, Prompt, ProtocolError, Sa
 from loadgen import cli, rundir, trace
 from loadgen.client.connection import Connection, FastTransport
 from loadgen.client.exchange import Exchange
-from loadgen.document import markdown, terminal
+from loadgen.document import files, markdown, terminal
 from loadgen.load import conversations, datasets, traces
 from loadgen.load.conversations import Conversations
 from loadgen.load.dataset_files import holds_conversations
@@ -269,7 +269,7 @@ def run_directory(data: bytes) -> None:
         _file(name, part)
     try:
         report, table = reports.from_directory(_directory())
-    except (rundir.RunError, records.RecordsError, reports.ReportError) as error:
+    except (rundir.RunError, records.RecordsError, files.ReportError) as error:
         shown(error)
         return
     assert all(
@@ -277,8 +277,8 @@ def run_directory(data: bytes) -> None:
         for line in (*texts.render(report).splitlines(), *markdown.render(texts.summary(report)).splitlines())
     )
     assert "<script" not in markdown.render(texts.summary(report))
-    assert reports.to_json(report).isascii()
-    reports.write_numbers(_directory(), report, table)
+    assert files.json_line(report).isascii()
+    reports.write(_directory(), report, table)
     page = (_directory() / "report.html").read_text()
     assert page.count("<script") == page.count("</script>") == 3 and "<img" not in page
 
@@ -293,7 +293,7 @@ def sweep(data: bytes) -> None:
         page = sweep_page.page(swept, {}, {}, "")
         shown_lines = (*terminal.render(page, 200).splitlines(), *markdown.render(page).splitlines())
         assert all(line.isprintable() for line in shown_lines)
-        assert sweeps.to_json(swept).isascii()
+        assert files.json_line(swept).isascii()
         _, runs = planned_runs(directory, swept)
     except rundir.RunError as error:
         shown(error)

@@ -155,7 +155,7 @@ def test_what_is_typed_does_not_command_the_terminal(capsys: pytest.CaptureFixtu
 
 # -- predictions -------------------------------------------------------------------------------------------------------
 
-TERM = re.compile(r" +(\d+\.\d\d)  (\S.*?)  +(\S.*)")
+TERM = re.compile(r" *(\d+\.\d\d)  (\S.*?)  +(\S.*)")
 CARD = ["--gpu-memory-gb", "80", "--node-memory-gb", "1024"]
 
 
@@ -184,9 +184,9 @@ def test_the_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of the 79.2 GiB that CUDA has of 80.0" in reason and "which is more than its 1024.0 GiB" in reason
     totals = {}
     for section in sections:
-        title, *lines = section.splitlines()
+        title, heads, *lines = section.splitlines()
         found = re.fullmatch(r"(.+): (\d+\.\d\d) GiB( allocated(  <- peak)?)?", title)
-        assert found, title
+        assert found and heads.split() == ["GiB", "term", "formula"], section
         terms = [TERM.fullmatch(line) for line in lines]
         assert terms and all(terms)
         assert adds_up(float(found[2]), [float(term[1]) for term in terms if term])

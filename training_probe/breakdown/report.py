@@ -26,7 +26,7 @@ from training_probe.report.build import (
     surroundings,
     tone_of,
 )
-from training_probe.report.document import Document
+from training_probe.report.document import TrainingReport
 
 SCHEMA = "training_probe.breakdown_report/1"
 NOTHING = "No cell was traced to its end."
@@ -85,11 +85,11 @@ def _failed(breakdowns: Sequence[Breakdown]) -> list[str]:
     return [f"{each.cell.name}: {each.outcome}: {each.reason}" for each in breakdowns if each.outcome != "ok"]
 
 
-def document(breakdowns: Sequence[Breakdown], manifest: ManifestFields, notes: Sequence[str] = ()) -> Document:
+def document(breakdowns: Sequence[Breakdown], manifest: ManifestFields, notes: Sequence[str] = ()) -> TrainingReport:
     """The report of a breakdown, as `breakdown` and `report` write it. notes: findings on the files themselves."""
     report, made = build(breakdowns, manifest), tables.build(breakdowns)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in report.cells.by_outcome.items())
-    return Document(
+    return TrainingReport(
         report=report,
         run_id=report.run_id,
         version=report.version,

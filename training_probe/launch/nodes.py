@@ -182,14 +182,14 @@ class _OnNodes:
                 tails += text.splitlines()[-lines:]
         return "\n".join(tails)
 
-    def _take(self, number: int, told: Status) -> None:
-        for name, added in told.grown.items():
+    def _take(self, number: int, status: Status) -> None:
+        for name, added in status.grown.items():
             with (self._directory / Path(name).name).open("ab") as file:
                 file.write(added)
-        for name, content in told.files.items():
+        for name, content in status.files.items():
             (self._directory / (log_name(number) if name == LOG_FILE else Path(name).name)).write_bytes(content)
-        if told.code is not None:
-            self._codes.setdefault(number, told.code)
+        if status.code is not None:
+            self._codes.setdefault(number, status.code)
 
 
 def log_name(number: int) -> str:

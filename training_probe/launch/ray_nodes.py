@@ -52,8 +52,8 @@ class Actor:
             return reply
         code = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read()[-2000:].decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"its process ended with {code}" + (f": {printable(said[-1])}" if said else ""))
+        lines = self._errors.read()[-2000:].decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"its process ended with {code}" + (f": {printable(lines[-1])}" if lines else ""))
 
 
 def _users(environ: Mapping[str, str]) -> dict[str, str]:

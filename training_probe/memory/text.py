@@ -27,8 +27,8 @@ CARDS = {
 }  # fmt: skip
 MOST_SEARCHED = 64
 
-Answered = Literal[process.Verdict, "predicted", "unsupported", "not predicted"]
-VERDICTS: tuple[Answered, ...] = ("fits", "tight", "does not fit", "predicted", "unsupported", "not predicted")
+CellVerdict = Literal[process.Verdict, "predicted", "unsupported", "not predicted"]
+VERDICTS: tuple[CellVerdict, ...] = ("fits", "tight", "does not fit", "predicted", "unsupported", "not predicted")
 
 
 class Described(NamedTuple):
@@ -40,7 +40,7 @@ class Described(NamedTuple):
     unbuilt: str = ""
 
 
-class There(NamedTuple):
+class Capacity(NamedTuple):
     """What there is to compare with: memory of each GPU, as NVML or its maker names it, and of the node; None where it
     is not known."""
 
@@ -48,14 +48,14 @@ class There(NamedTuple):
     node_bytes: int | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedCell(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of one cell, on the rank that has most. verdict: of its GPU; `predicted` where there is none to
     compare with. reason: why, a sentence or a clause. searched: whether its micro batch is where a search would begin.
     host_bytes: of a node that holds all ranks, 0 without offload. smallest_card: of CARDS, on which it is neither tight
     nor too large."""
 
     cell: str
-    verdict: Answered
+    verdict: CellVerdict
     reason: str = ""
     searched: bool = False
     allocated_bytes: int | None = None
@@ -71,33 +71,33 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[Term, ...] = ()
 
 
-class Answers(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedCells(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints."""
 
     gpu_memory_bytes: int | None
     node_memory_bytes: int | None
-    cells: tuple[Answer, ...]
+    cells: tuple[PredictedCell, ...]
     schema: str = SCHEMA
 
 
-def answers(cells: Sequence[Cell], known: Mapping[str, Described], there: There) -> Answers:
+def predict_cells(cells: Sequence[Cell], known: Mapping[str, Described], capacity: Capacity) -> PredictedCells:
     """What is predicted of each cell."""
-    own = tuple(_answer(cell, known[cell.model], there) for cell in cells)
-    return Answers(gpu_memory_bytes=there.gpu_bytes, node_memory_bytes=there.node_bytes, cells=own)
+    own = tuple(_predicted_cell(cell, known[cell.model], capacity) for cell in cells)
+    return PredictedCells(gpu_memory_bytes=capacity.gpu_bytes, node_memory_bytes=capacity.node_bytes, cells=own)
 
 
-def text(given: Answers, *, verbose: bool = False) -> str:
+def text(predicted: PredictedCells, *, verbose: bool = False) -> str:
     """The summary, the table, and on request the arithmetic of every cell."""
-    lines = [_summary(given), "", *_table(given)]
-    if len(given.cells) == 1 or verbose:
-        for answer in given.cells:
-            lines += ["", *_arithmetic(answer, verbose)]
+    lines = [_summary(predicted), "", *_table(predicted)]
+    if len(predicted.cells) == 1 or verbose:
+        for each in predicted.cells:
+            lines += ["", *_arithmetic(each, verbose)]
     return "\n".join([*lines, ""])
 
 
-def all_fit(given: Answers) -> bool:
+def all_fit(predicted: PredictedCells) -> bool:
     """Whether every cell fits, tightly or not, in its GPUs and its node."""
-    return all(answer.verdict in ("fits", "tight") and answer.host_verdict != "does not fit" for answer in given.cells)
+    return all(each.verdict in ("fits", "tight") and each.host_verdict != "does not fit" for each in predicted.cells)
 
 
 def hints(cells: Sequence[Cell], known: Mapping[str, Described]) -> Iterator[str]:
@@ -129,11 +129,7 @@ def _saved(cell: Cell, model: Described) -> str:
     return ", ".join(clauses)
 
 
-def as_json(given: Answers) -> str:
-    return msgspec.json.format(msgspec.json.encode(given), indent=2).decode() + "\n"
-
-
-def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[Answered, str]:
+def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[CellVerdict, str]:
     """The prediction; or why there is none, with the verdict that this is. Its micro batch is a number."""
     why = impossible(cell, model.spec, model.unbuilt)
     if why is not None:
@@ -144,21 +140,21 @@ def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[Answered, 
     return memory.predict(cell, model.spec) if why is None else ("not predicted", why)
 
 
-def _answer(asked: Cell, model: Described, there: There) -> Answer:
-    cell = _sized(asked, model, there.gpu_bytes)
+def _predicted_cell(asked: Cell, model: Described, capacity: Capacity) -> PredictedCell:
+    cell = _sized(asked, model, capacity.gpu_bytes)
     searched = asked.micro_batch is None
     prediction = prediction_of(cell, model)
     if not isinstance(prediction, Prediction):
         verdict, reason = prediction
-        return Answer(cell=cell.name, verdict=verdict, reason=reason, searched=searched)
+        return PredictedCell(cell=cell.name, verdict=verdict, reason=reason, searched=searched)
     verdict, reason = "predicted", ""
-    if there.gpu_bytes is not None:
-        verdict, reason = memory.fits(prediction, there.gpu_bytes)
+    if capacity.gpu_bytes is not None:
+        verdict, reason = memory.fits(prediction, capacity.gpu_bytes)
     host_verdict: process.Verdict | None = None
     host_reason = ""
-    if prediction.host and there.node_bytes is not None:
-        host_verdict, host_reason = process.host_judged(prediction.host_bytes, there.node_bytes)
-    return Answer(
+    if prediction.host and capacity.node_bytes is not None:
+        host_verdict, host_reason = process.host_judged(prediction.host_bytes, capacity.node_bytes)
+    return PredictedCell(
         cell=cell.name, verdict=verdict, reason=reason, searched=searched, allocated_bytes=prediction.peak_bytes,
         reserved_bytes=prediction.reserved_bytes, process_bytes=prediction.process_bytes,
         host_bytes=prediction.host_bytes, host_verdict=host_verdict, host_reason=host_reason,
@@ -185,18 +181,18 @@ def _smallest_card(prediction: Prediction) -> str | None:
     return None
 
 
-def _summary(given: Answers) -> str:
-    count = f"{len(given.cells)} cell{'' if len(given.cells) == 1 else 's'}"
-    verdicts = Counter(answer.verdict for answer in given.cells)
+def _summary(predicted: PredictedCells) -> str:
+    count = f"{len(predicted.cells)} cell{'' if len(predicted.cells) == 1 else 's'}"
+    verdicts = Counter(each.verdict for each in predicted.cells)
     counts = ", ".join(f"{verdicts[name]} {_plural(name, verdicts[name])}" for name in VERDICTS if verdicts[name])
-    if given.gpu_memory_bytes is None:
+    if predicted.gpu_memory_bytes is None:
         where = f"{count}, no GPU here to compare with (--gpu-memory-gb): {counts}"
     else:
-        where = f"{count} on GPUs of {given.gpu_memory_bytes / GIB:.1f} GiB: {counts}"
-    hosts = Counter(answer.host_verdict for answer in given.cells if answer.host_verdict)
-    if hosts and given.node_memory_bytes is not None:
+        where = f"{count} on GPUs of {predicted.gpu_memory_bytes / GIB:.1f} GiB: {counts}"
+    hosts = Counter(each.host_verdict for each in predicted.cells if each.host_verdict)
+    if hosts and predicted.node_memory_bytes is not None:
         of_hosts = ", ".join(f"{count} {_plural(name, count)}" for name, count in hosts.items())
-        where += f"; offload in nodes of {given.node_memory_bytes / GIB:.1f} GiB: {of_hosts}"
+        where += f"; offload in nodes of {predicted.node_memory_bytes / GIB:.1f} GiB: {of_hosts}"
     return f"PREDICTED, nothing was run. {where}."
 
 
@@ -204,18 +200,18 @@ def _plural(verdict: str, count: int) -> str:
     return {"fits": "fit", "does not fit": "do not fit"}.get(verdict, verdict) if count != 1 else verdict
 
 
-def _table(given: Answers) -> list[str]:
+def _table(predicted: PredictedCells) -> list[str]:
     """GiB; a column of hosts only where something is offloaded."""
-    hosts = any(answer.host_bytes for answer in given.cells)
-    judged = given.gpu_memory_bytes is not None
+    hosts = any(each.host_bytes for each in predicted.cells)
+    judged = predicted.gpu_memory_bytes is not None
     heads = ["cell, GiB of the rank that has most", "allocated", "reserved", "process"]
     heads += ["host"] * hosts + ["verdict" if judged else "smallest card that it fits"]
     rows = []
-    for answer in given.cells:
-        sizes: list[int | None] = [answer.allocated_bytes, answer.reserved_bytes, answer.process_bytes]
-        sizes += [answer.host_bytes] * hosts
-        note = " (max is searched from here)" if answer.searched else ""
-        rows.append([answer.cell + note, *map(_gib, sizes), _last(answer, judged)])
+    for each in predicted.cells:
+        sizes: list[int | None] = [each.allocated_bytes, each.reserved_bytes, each.process_bytes]
+        sizes += [each.host_bytes] * hosts
+        note = " (max is searched from here)" if each.searched else ""
+        rows.append([each.cell + note, *map(_gib, sizes), _last(each, judged)])
     columns = [Column(head, left=head in (heads[0], heads[-1])) for head in heads]
     return [*terminal.table(Table(columns, rows), WIDEST)][:-1]
 
@@ -224,38 +220,34 @@ def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.2f}" if size else ""
 
 
-def _last(answer: Answer, judged: bool) -> str:
-    if answer.verdict in ("unsupported", "not predicted"):
-        return f"{answer.verdict}: {answer.reason}"
-    shown = answer.verdict if judged else answer.smallest_card or "none that is known here"
-    return shown + (f"; host: {answer.host_verdict}" if answer.host_verdict else "")
+def _last(each: PredictedCell, judged: bool) -> str:
+    if each.verdict in ("unsupported", "not predicted"):
+        return f"{each.verdict}: {each.reason}"
+    shown = each.verdict if judged else each.smallest_card or "none that is known here"
+    return shown + (f"; host: {each.host_verdict}" if each.host_verdict else "")
 
 
-def _arithmetic(answer: Answer, verbose: bool) -> Iterator[str]:
+def _arithmetic(each: PredictedCell, verbose: bool) -> Iterator[str]:
     """Why, in a sentence; and each moment with its terms."""
-    reasons = " ".join(part for part in (answer.reason, answer.host_reason) if part)
+    reasons = " ".join(part for part in (each.reason, each.host_reason) if part)
     if reasons or verbose:
-        yield f"{answer.cell}: {reasons}" if reasons else answer.cell
+        yield f"{each.cell}: {reasons}" if reasons else each.cell
     if not verbose:
-        if answer.moments:
+        if each.moments:
             yield "--verbose has every term."
         return
-    peak = next((moment for moment in answer.moments if moment.name == answer.peak), None)
-    for moment in answer.moments:
+    peak = next((moment for moment in each.moments if moment.name == each.peak), None)
+    for moment in each.moments:
         mark = "  <- peak" if moment is peak else ""
         yield from _section(f"{moment.name}: {moment.bytes / GIB:.2f} GiB allocated{mark}", moment.terms)
-    if answer.process_bytes is not None and answer.allocated_bytes is not None:
-        beyond = answer.process_bytes - answer.allocated_bytes
-        yield from _section(f"beyond what is allocated: {beyond / GIB:.2f} GiB", answer.beyond)
-    if answer.host_bytes:
-        yield from _section(
-            f"host memory of a node that holds all ranks: {answer.host_bytes / GIB:.2f} GiB", answer.host
-        )
+    if each.process_bytes is not None and each.allocated_bytes is not None:
+        beyond = each.process_bytes - each.allocated_bytes
+        yield from _section(f"beyond what is allocated: {beyond / GIB:.2f} GiB", each.beyond)
+    if each.host_bytes:
+        yield from _section(f"host memory of a node that holds all ranks: {each.host_bytes / GIB:.2f} GiB", each.host)
 
 
 def _section(title: str, terms: Sequence[Term]) -> Iterator[str]:
-    yield ""
-    yield title
-    for term in terms:
-        if term.bytes:
-            yield f"  {term.bytes / GIB:9.2f}  {term.name:<28} {term.formula}"
+    columns = [Column("GiB"), Column("term", left=True), Column("formula", left=True)]
+    rows = [[f"{term.bytes / GIB:.2f}", term.name, term.formula] for term in terms if term.bytes]
+    yield from ("", title, *terminal.rows(Table(columns, rows)))

@@ -22,7 +22,7 @@ from cyclopts import App, Group, Parameter
 from backends import exit_codes
 from backends.exit_codes import lacking
 from loadgen.option_types import option
-from loadgen.terminal import result_line, say, say_error, width
+from loadgen.terminal import say
 from training_probe import options
 from training_probe.grid import Device
 from training_probe.micro import presets
@@ -33,7 +33,7 @@ from training_probe.points import Dtype, Kind, MicroError, Name, Point, Task
 if TYPE_CHECKING:
     from backends.gpus import Gpu, Inventory
     from training_probe.launch.nodes import Nodes
-    from training_probe.report.document import Document
+    from training_probe.report.document import TrainingReport
 
 SAMPLES = 50
 BUDGET_S: dict[Device, float] = {"cuda": 0.5, "cpu": 0.1}  # of a point, where no number of samples is named
@@ -352,25 +352,15 @@ def reported(directory: Path, code: int) -> int:
     results = run.read_results(directory)
     notes = unread(directory / run.RESULTS_FILE)
     document = report.document(results, run.read_manifest(directory), run.read_about(directory), notes)
-    return finished(directory, document, {result.outcome for result in results}, code)
+    return published(directory, document, {result.outcome for result in results}, code)
 
 
-def finished(directory: Path, document: Document, outcomes: Set[str], code: int) -> int:
-    """Prints the result, writes its report, names the files that are there and prints the report as JSON for scripts;
-    the exit code, where `code` is not one yet."""
-    import json
-
-    from loadgen.report.build import ReportError
+def published(directory: Path, report: TrainingReport, outcomes: Set[str], code: int) -> int:
+    """Prints the report and writes its files; the exit code, where `code` is not one yet."""
     from training_probe.report.build import ran_nothing
 
-    say("\n" + document.text(width(sys.stderr)))
-    try:
-        document.write(directory)
-    except ReportError as error:  # it is printed all the same
-        say_error("training_probe", error)
-    say(f"{directory}/: " + ", ".join(sorted(path.name for path in directory.iterdir())))
-    result_line(json.dumps(msgspec.to_builtins(document.report)), unasked="")
-    outcomes = {*outcomes, "invalid"} if document.invalid else outcomes
+    report.publish(directory)
+    outcomes = {*outcomes, "invalid"} if report.invalid else outcomes
     if code == exit_codes.OK and ran_nothing(outcomes):
         return exit_codes.FAILED
     if code != exit_codes.OK or outcomes.isdisjoint(("crashed", "timeout", "wrong", "invalid")):

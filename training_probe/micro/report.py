@@ -20,7 +20,7 @@ from training_probe.micro.presets import TITLES
 from training_probe.micro.run import MicroManifest
 from training_probe.points import About, Dtype, Gemm, Kind, Measured, PointOutcome
 from training_probe.report.build import counted, doubtful, surroundings, tone_of
-from training_probe.report.document import Document
+from training_probe.report.document import TrainingReport
 
 SCHEMA = "training_probe.micro/1"
 NAMES = {"gemm": "Matrix products", "memcpy": "Memory copies", "collectives": "Collectives"}
@@ -126,7 +126,7 @@ def facts(report: MicroReport) -> Iterator[str]:
 
 def document(
     results: Sequence[Measured], manifest: MicroManifest, about: About | None, notes: Sequence[str] = ()
-) -> Document:
+) -> TrainingReport:
     """The report of a micro-benchmark, as `micro` and `report` show and write it. notes: findings on the files
     themselves."""
     report = build(results, manifest, about)
@@ -134,7 +134,7 @@ def document(
     stopped = [f"{missing} of {report.points.planned} points were not reached: it was stopped."] if missing > 0 else []
     preset = f", as {TITLES[report.preset]}" if report.preset in TITLES else ""
 
-    return Document(
+    return TrainingReport(
         report=report,
         run_id=report.run_id,
         version=report.version,

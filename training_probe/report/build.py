@@ -16,13 +16,13 @@ import msgspec
 
 from backends.untrusted import is_cut, read_json
 from loadgen.document.content import Column, Table, Tone
-from loadgen.report.build import ReportError
+from loadgen.document.files import ReportError
 from loadgen.report.finding import Finding
 from training_probe import paper
 from training_probe.findings import Verdict, of_cells, sentence, verdict_of
 from training_probe.grid import LETTERS, Method
 from training_probe.report import charts, tables
-from training_probe.report.document import Document
+from training_probe.report.document import TrainingReport
 from training_probe.report.layout import known, titled
 from training_probe.results import GIB, CellResult, Outcome
 
@@ -323,12 +323,12 @@ def _each(values: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Sequence[str] = ()) -> Document:
+def document(results: Sequence[CellResult], manifest: ManifestFields, notes: Sequence[str] = ()) -> TrainingReport:
     """The report of a sweep, as `sweep` and `report` show and write it. notes: findings on the files themselves."""
     report = build(results, manifest)
     in_mind = [*notes, *findings(report)]
 
-    return Document(
+    return TrainingReport(
         report=report,
         run_id=report.run_id,
         version=report.version,

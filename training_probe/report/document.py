@@ -10,18 +10,16 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen import rundir
-from loadgen.document import content, terminal
+from loadgen import summary
+from loadgen.document import content, files
 from loadgen.document.content import Section, Table, Tone
-from loadgen.report.build import ReportError
-from loadgen.report.pages import several
 from training_probe.report import layout
 
 PERFETTO = "https://ui.perfetto.dev"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class TrainingReport:
     """report: what report.json holds. run_id, version, argv: of what measured, as a manifest has them. verdict: one
     line of what came of it. findings: what to keep in mind of the numbers. facts: how they came about. All three are
     plain text that is not escaped, a sentence or two each. measured: what was measured, and on what, by name. traces:
@@ -52,12 +50,8 @@ class Document:
         run, version = (str(value or "unknown") for value in (self.run_id, self.version))
         return f"Run {run}, llm-dissect {version}."
 
-    def text(self, width: int) -> str:
-        """For a terminal of `width` columns."""
-        return terminal.render(self.page(), width)
-
-    def page(self, directory: Path | None = None) -> content.Document:
-        """What pages and texts show. directory: where the measurement lies; without one there are no charts."""
+    def page(self, directory: Path) -> content.Document:
+        """What pages and texts show. directory: where the measurement lies."""
         findings = [content.Text(text=finding, tone="warning") for finding in self.findings]
         rows = [(name, text) for name, text in self.measured.items() if text]
         measured = content.Table(("what", "as measured"), rows, numeric=False)
@@ -65,7 +59,7 @@ class Document:
             Section("findings", "Findings", findings),
             Section("facts", "How it was measured", [content.Text(fact) for fact in self.facts]),
             Section("tables", "Tables", self.tables),
-            *(() if directory is None else self.charts(directory)),
+            *self.charts(directory),
             Section("traces", "Traces", [self._traces(directory)] if self.traces else [], detail=True),
             *(Section(table.id, table.caption, [table], detail=True) for table in self.after),
             Section("measured", "What was measured, on what", [measured], detail=True),
@@ -80,24 +74,24 @@ class Document:
             footer=self.origin,
         )
 
-    def _traces(self, directory: Path | None) -> content.Table:
+    def _traces(self, directory: Path) -> content.Table:
         rows = [
-            (name, content.Link(file, f"./{file}") if directory and (directory / file).is_file() else file)
+            (name, content.Link(file, f"./{file}") if (directory / file).is_file() else file)
             for name, file in self.traces.items()
         ]
         return content.Table(("cell", f"trace, which {PERFETTO} opens"), rows, numeric=False)
 
-    def write(self, directory: Path) -> None:
-        """Writes all of it into the directory, replacing earlier ones; the figures when the numbers are safe. Raises
-        ReportError."""
-        report = msgspec.json.format(msgspec.json.encode(self.report), indent=2).decode() + "\n"
-        texts = {"report.json": report, **self.files, "tables.tex": layout.latex_file(self.tables)}
-        try:
-            for name, text in texts.items():
-                rundir.replace(directory / name, text.encode())
-        except OSError as error:
-            raise ReportError(f"cannot write the report to {directory}: {error.strerror or error}.") from None
-        several.write(directory / "report.html", self.page(directory), "report.md", figures=True)
+    def publish(self, directory: Path) -> None:
+        """Prints all of it and writes it into the directory, replacing earlier files, figures after the numbers."""
+        page = self.page(directory)
+
+        def write() -> None:
+            report = files.json_text(self.report)
+            files.save(directory, {"report.json": report, **self.files, "tables.tex": layout.latex_file(self.tables)})
+            files.write(directory / "report.html", page, "report.md", figures=True)
+
+        shown = "\n" + summary.rendered(page)
+        summary.publish(directory, shown, write, files.json_line(self.report), "training_probe", unasked="")
 
 
 def repeated(argv: object) -> list[content.Block]:

@@ -125,14 +125,14 @@ def _server_ended(launch: LaunchFacts | None, measured: Table) -> Iterator[Findi
     ended, since = UNSET if launch is None else launch.ended, _silent_since(measured)
     if ended is UNSET and since is None:
         return
-    said = "" if ended is UNSET else f"The server did not live to the end of the run: {ended}"
+    message = "" if ended is UNSET else f"The server did not live to the end of the run: {ended}"
     if since is not None:
         silent = f"From {number(since[0])} s on it answered nothing: all {since[1]} requests that ended later failed."
-        said = f"{said} {silent}" if said else silent.replace("it", "the server", 1)
+        message = f"{message} {silent}" if message else silent.replace("it", "the server", 1)
     yield Finding(
         code="SERVER_ENDED",
         severity="invalid",
-        message=said,
+        message=message,
         advice="Read the server's log; mend that and run again.",
     )
 
@@ -457,15 +457,15 @@ def _keeping_up(numbers: Numbers) -> Iterator[Finding]:
 
 def _speculation(numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
     """Drafts that were guessed of drawn words: how many were accepted says nothing about users' text."""
-    told = numbers.server_requests
-    if told is None or not told.drafted_tokens or manifest.config.get("dataset"):
+    counted = numbers.server_requests
+    if counted is None or not counted.drafted_tokens or manifest.config.get("dataset"):
         return
-    accepted = told.accepted_tokens or 0
+    accepted = counted.accepted_tokens or 0
     yield Finding(
         code="SPECULATION",
         severity="warning",
-        message=f"The server accepted {accepted:,} of {told.drafted_tokens:,} drafted tokens "
-        f"({share(accepted, told.drafted_tokens)}) of prompts whose words were drawn: how many it accepts of users' "
+        message=f"The server accepted {accepted:,} of {counted.drafted_tokens:,} drafted tokens "
+        f"({share(accepted, counted.drafted_tokens)}) of prompts whose words were drawn: how many it accepts of users' "
         "text, and so its pace, may be quite another.",
         advice="Send users' own prompts (--dataset), or measure without speculative decoding.",
     )
@@ -561,17 +561,19 @@ def _samples(numbers: Numbers) -> Iterator[Finding]:
     known = {} if window is None else window.metrics["ttft_ms"]
     unbounded = [each for each in ("p90", "p95", "p99") if each in known and known[each].low is None]
     alike = ", ".join(each for each in unbounded if each not in short)
-    said, advice = [], []
+    messages, advice = [], []
     if short:
-        said.append(f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value.")
+        messages.append(
+            f"{n} requests are too few for {', '.join(short)}: even the slowest may be below the true value."
+        )
         advice.append("Send at least " + ", ".join(f"{least} requests for {name}" for name, least in short.items()))
     if alike:
-        said.append(f"The steady state holds too few independent moments to bound {alike} of ttft.")
+        messages.append(f"The steady state holds too few independent moments to bound {alike} of ttft.")
         advice.append("Let the run last longer, or repeat it (--repeat 5)")
-    if said:
+    if messages:
         yield Finding(
             code="FEW_SAMPLES",
             severity="info" if list(short) in ([], ["p99_9"]) else "warning",
-            message=" ".join(said).replace("p99_9", "p99.9"),
+            message=" ".join(messages).replace("p99_9", "p99.9"),
             advice=". ".join(advice).replace("p99_9", "p99.9") + ".",
         )

@@ -99,11 +99,11 @@ def _lost(server: ServerStats) -> Iterator[Finding]:
     lost = [each for each in replicas if each.lost_s is not UNSET]
     if lost and len(replicas) > 1:
         seen = (f"last {number(each.lost_s)} s into the run" if each.lost_s else "not once" for each in lost)
-        told = [f"{each.url} answered {when}" for each, when in zip(lost, seen, strict=True)]
+        outages = [f"{each.url} answered {when}" for each, when in zip(lost, seen, strict=True)]
         yield Finding(
             code="REPLICA_LOST",
             severity="warning",
-            message=f"Of {len(replicas)} replicas, {', and '.join(told)}: requests that were there failed, or the "
+            message=f"Of {len(replicas)} replicas, {', and '.join(outages)}: requests that were there failed, or the "
             "router sent them again, which is part of their latency.",
             advice="Look at its log; throughput is that of the others.",
         )

@@ -84,7 +84,7 @@ Runs = Sequence[Shown]
 Drawn = tuple[str, Kind, NDArray[Any], NDArray[Any]]  # one curve: what, how, x, y
 
 
-def told(runs: Runs) -> dict[str, str]:
+def latency_titles(runs: Runs) -> dict[str, str]:
     """Those of `LATENCIES` that replies can have: without texts the last alone."""
     return LATENCIES if any(run.report.items is None for run in runs) else {"e2el_ms": LATENCIES["e2el_ms"]}
 
@@ -107,7 +107,7 @@ def latencies(runs: Runs) -> list[Chart]:
             f"{name} (ms)",
             id=name,
         )
-        for name, title in ((metric.removesuffix("_ms"), title) for metric, title in told(runs).items())
+        for name, title in ((metric.removesuffix("_ms"), title) for metric, title in latency_titles(runs).items())
     ]
     return [
         msgspec.structs.replace(
@@ -115,7 +115,7 @@ def latencies(runs: Runs) -> list[Chart]:
             marks=_percentiles(runs[0].report.metrics[metric]) if len(runs) == 1 else (),
             note=" ".join(filter(None, [*lost, chart.note])),
         )
-        for metric, chart in zip(told(runs), found, strict=True)
+        for metric, chart in zip(latency_titles(runs), found, strict=True)
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen import rundir
+from loadgen.document import files
 from loadgen.document.content import (
     Block,
     Cell,
@@ -60,7 +61,7 @@ def write(file: Path, comparison: Comparison, checks: Sequence[Check], argv: Seq
         checks=checks,
         argv=argv,
     )
-    several.write(file, page(comparison, compared))
+    files.write(file, page(comparison, compared))
 
 
 def of(comparison: Comparison, checks: Sequence[Check] = ()) -> Document:

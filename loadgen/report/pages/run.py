@@ -101,11 +101,10 @@ def _tiles(report: Report) -> Iterator[Tile]:
         yield Tile(f"{name}, ms", [("p50", cell(summary.p50)), ("p99", cell(summary.p99))], f"#{name}")
     if goodput is not None and goodput.request_goodput is not None:
         yield Tile("goodput, requests/s", [("", cell(goodput.request_goodput))], "#numbers")
-    told = report.economics
-    if told is not None and told.price_per_million_output_tokens is not None:
-        yield Tile(
-            f"{told.currency} a million output tokens", [("", cell(told.price_per_million_output_tokens))], "#setup"
-        )
+    economics = report.economics
+    if economics is not None and economics.price_per_million_output_tokens is not None:
+        price = cell(economics.price_per_million_output_tokens)
+        yield Tile(f"{economics.currency} a million output tokens", [("", price)], "#setup")
     if use is not None and use.j_per_output_token is not None:
         yield Tile("J an output token", [("", cell(use.j_per_output_token))], "#power")
 
@@ -219,8 +218,8 @@ def _numbers(run: Shown) -> Iterator[Block]:
     if report.server is not None and report.server.replicas:
         yield Table(headers=list(text.REPLICA_HEADS), rows=list(text.replica_rows(report.server)), caption="By replica")
     if report.stamps:
-        told = " and ".join(dict.fromkeys(stamp.by for stamp in report.stamps))
-        caption = f"The server's own times, as {told} have them"
+        sources = " and ".join(dict.fromkeys(stamp.by for stamp in report.stamps))
+        caption = f"The server's own times, as {sources} have them"
         yield Table(headers=list(text.STAMP_HEADS), rows=list(text.stamp_rows(report.stamps)), caption=caption)
     yield Table(headers=["outcome", "requests"], rows=outcomes, caption="Requests by outcome")
     yield Items(items=[Listed(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))])
@@ -258,7 +257,7 @@ def _row(runs: Sequence[Shown], run: Shown, what: str) -> str:
 def latency_intervals(runs: Sequence[Shown]) -> Table:
     """Mean, p50 and p99 of each run, each with its interval."""
     rows: list[list[Cell]] = []
-    for metric in charts.told(runs):
+    for metric in charts.latency_titles(runs):
         for run in runs:
             bounds = intervals.of_metric(
                 run.measured,

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.document import html, markdown
-from loadgen.document.content import Block, Cell, Document, Items, Link, Listed, Table, Tone
+from loadgen.document.content import Block, Cell, Items, Link, Listed, Table, Tone
 from loadgen.report import text
-from loadgen.report.build import NO_MEMORY, ReportError, no_memory
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import parts
 from loadgen.report.pages import run as run_page
@@ -46,24 +44,6 @@ def origin(runs: Iterable[Path]) -> str:
         except rundir.RunError:
             continue
     return parts.shared_origin(origins)
-
-
-def write(path: Path, page: Document, text: str = "", *, figures: bool = False) -> None:
-    """Writes the page, as Markdown too into the file `text` beside it, and then the figures of it that are asked for.
-    Raises ReportError."""
-    page = page.drawn(path.parent, asked=figures)
-    try:
-        rundir.replace(path, html.render(page).encode())
-        if text:
-            rundir.replace(path.parent / text, markdown.render(page).encode())
-        if page.figures:
-            from loadgen.document import figure  # after the numbers are safe
-
-            figure.write(page, path.parent)
-    except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror or error}.") from None
-    except NO_MEMORY as error:
-        raise no_memory(error) from None
 
 
 def tone(runs: Sequence[RunVerdict], planned: int) -> Tone:

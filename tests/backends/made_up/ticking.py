@@ -24,7 +24,7 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
 
 
 class Ticks:
-    plain = told = None
+    plain = identity = None
 
     def __init__(self, stream: bool) -> None:
         self._rest, self._seen, self._ended = b"", 0, False

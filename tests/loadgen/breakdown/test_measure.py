@@ -26,8 +26,8 @@ from loadgen.breakdown import measure, page, tables
 from loadgen.breakdown.measure import Watched
 from loadgen.breakdown.tables import Breakdown
 from loadgen.config import Config, ConfigError
+from loadgen.document import files
 from loadgen.plan import plan_run
-from loadgen.report.pages import several
 from loadgen.run import ServerError
 from loadgen.rundir import RunError
 from loadgen.target import Target
@@ -263,7 +263,7 @@ def measured(tmp_path: Path) -> Path:
         trace=measure.TRACE_FILE, notes=("an old note",),
     )  # fmt: skip
     tables.write(tmp_path, kept)
-    several.write(tmp_path / page.FILE, page.of(tmp_path, kept), "report.md")
+    files.write(tmp_path / page.FILE, page.of(tmp_path, kept), "report.md")
     (tmp_path / "requests.jsonl").write_text("a run's report would count these\n")
     return tmp_path
 

@@ -10,8 +10,7 @@ import msgspec
 from loadgen.breakdown import page as breakdown_page
 from loadgen.breakdown import tables
 from loadgen.breakdown.tables import Breakdown, Kernel
-from loadgen.document import html
-from loadgen.report.pages import several
+from loadgen.document import files, html
 from tests.loadgen.report.pages.contents import blocks_of
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.test_build import HOSTILE
@@ -64,7 +63,7 @@ def test_modelled_is_emulated_and_much_that_is_unknown_a_warning() -> None:
 def test_the_file_and_names_that_are_hostile(tmp_path: Path) -> None:
     kernels = (Kernel(HOSTILE, "GEMM", 6.0, 1.0),)
     made = breakdown_page.of(tmp_path, measured(backend=HOSTILE, notes=(HOSTILE,), kernels=kernels))
-    several.write(tmp_path / breakdown_page.FILE, made, figures=True)
+    files.write(tmp_path / breakdown_page.FILE, made, figures=True)
     text = (tmp_path / "breakdown.html").read_text()
     assert (tmp_path / "breakdown.png").read_bytes().startswith(b"\x89PNG")
     assert "<script>alert" not in text and all(char.isprintable() or char in "\n\t" for char in text)

@@ -13,7 +13,7 @@ class ScriptedDecoder:
     """A decoder that reads one digit a delta: t a token, u the counts, e an error, x garbage."""
 
     plain = None
-    told = None
+    identity = None
 
     def __init__(self, end: Exception | None = None) -> None:
         self.end = end

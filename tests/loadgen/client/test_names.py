@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from backends.protocol import ProtocolError, Told
+from backends.protocol import ProtocolError, ReplyIdentity
 from backends.untrusted import MASK, hide
 from loadgen.client.exchange import OTHERS, Names
 
@@ -15,7 +15,7 @@ from loadgen.client.exchange import OTHERS, Names
 def taken(ids: list[str]) -> Names:
     names = Names("m")
     for id in ids:
-        assert names.take(Told(id, "m")) == ""
+        assert names.take(ReplyIdentity(id, "m")) == ""
     return names
 
 
@@ -30,7 +30,7 @@ def taken(ids: list[str]) -> Names:
 )
 def test_a_reply_with_the_id_of_an_earlier_one_is_none_of_ours(ids: list[str]) -> None:
     with pytest.raises(ProtocolError, match=f"the id of an earlier one, {ids[1]}"):
-        taken(ids).take(Told(ids[1], "m"))
+        taken(ids).take(ReplyIdentity(ids[1], "m"))
 
 
 @pytest.mark.parametrize(
@@ -51,22 +51,22 @@ def test_ids_that_tell_nothing_apart_are_no_errors(ids: list[str]) -> None:
 def test_a_key_that_a_server_echoes_as_a_name_is_masked() -> None:
     hide(["sk-0123456789abcdef"])
     names = Names("m")
-    assert names.take(Told("sk-0123456789abcdef-1", "sk-0123456789abcdef")) == MASK
-    names.take(Told("sk-0123456789abcdef-2"))
+    assert names.take(ReplyIdentity("sk-0123456789abcdef-1", "sk-0123456789abcdef")) == MASK
+    names.take(ReplyIdentity("sk-0123456789abcdef-2"))
     with pytest.raises(ProtocolError) as error:
-        names.take(Told("sk-0123456789abcdef-2"))
+        names.take(ReplyIdentity("sk-0123456789abcdef-2"))
     assert "0123456789" not in str(error.value)
 
 
 def test_other_models_are_named_and_not_without_end() -> None:
     names = Names("m")
-    assert [names.take(Told(model=name)) for name in ("m", "", "small", "a\nb", "small")] == [
+    assert [names.take(ReplyIdentity(model=name)) for name in ("m", "", "small", "a\nb", "small")] == [
         "",
         "",
         "small",
         "a b",
         "small",
     ]
-    assert {names.take(Told(model=f"m{number}")) for number in range(100)} >= {"m0", OTHERS}
-    assert len(names.take(Told(model="x" * 9999))) <= 100
-    assert Names("tgi").take(Told(model="meta-llama/Llama-3.1-8B")) == ""  # its own name for whatever it serves
+    assert {names.take(ReplyIdentity(model=f"m{number}")) for number in range(100)} >= {"m0", OTHERS}
+    assert len(names.take(ReplyIdentity(model="x" * 9999))) <= 100
+    assert Names("tgi").take(ReplyIdentity(model="meta-llama/Llama-3.1-8B")) == ""  # for whatever it serves

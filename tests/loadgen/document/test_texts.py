@@ -49,10 +49,10 @@ def made_up(heights_m: dict[str, float]) -> Document:
 
 def test_a_made_up_kind_of_result_needs_no_renderer(tmp_path: Any) -> None:
     """Its page, its Markdown, its text and its figure come of one function."""
-    from loadgen.report.pages import several
+    from loadgen.document import files
 
     towers = made_up({"Pisa": 55.9, "Eiffel": 330.0, "Babel": 91.5})
-    several.write(tmp_path / "towers.html", towers, "towers.md", figures=True)
+    files.write(tmp_path / "towers.html", towers, "towers.md", figures=True)
     text = terminal.render(towers, 80)
     for shown in (text, (tmp_path / "towers.md").read_text(), (tmp_path / "towers.html").read_text()):
         for word in ("Three towers", "All of them stand.", "Pisa", "55.9", "330.0", "91.5", "LEANS", "Look again."):

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from loadgen import cli, rundir
-from loadgen.document import markdown
+from loadgen.document import files, markdown
 from loadgen.document.content import number
+from loadgen.document.files import ReportError
 from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample, ServerStats, ServerView
 from loadgen.report import build
 from loadgen.report import text as texts
-from loadgen.report.build import ReportError
 from loadgen.report.metrics import CONVENTIONS, METRICS, Summary
 from loadgen.report.schema import Burst, Connecting, ErrorCount, Goodput, Report, Requests, Throughput, TokenCounts
 from loadgen.rundir import records
@@ -198,7 +198,7 @@ def test_the_servers_own_view() -> None:
         assert (
             "GPUs (2): at most 3.00 GiB of memory used, 512.5 W on average, 1,400 J, 200.0 J an output token." in text
         )
-    assert json.loads(msgspec.json.encode(built)) == plain == json.loads(build.to_json(built))
+    assert json.loads(msgspec.json.encode(built)) == plain == json.loads(files.json_line(built))
 
 
 def test_a_view_of_reservations() -> None:

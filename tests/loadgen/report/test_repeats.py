@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from loadgen.document import content, terminal
+from loadgen.document import content, files, terminal
 from loadgen.report import compare, repeats
 from loadgen.report.pages import repeat
 from loadgen.rundir import RunError
@@ -47,7 +47,7 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert "3 runs of vllm" in text and "ttft p50, ms" in text and "send_lag" not in text
     assert " ".join(map(content.number, ttft.runs)) in text
     repeats.write(tmp_path / "a", repeated)
-    assert json.loads((tmp_path / "a" / "repeat.json").read_text()) == json.loads(repeats.to_json(repeated))
+    assert json.loads((tmp_path / "a" / "repeat.json").read_text()) == json.loads(files.json_line(repeated))
 
 
 def test_runs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

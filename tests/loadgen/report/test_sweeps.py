@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from loadgen import cli
-from loadgen.document import markdown, terminal
+from loadgen.document import files, markdown, terminal
 from loadgen.report import sweeps
-from loadgen.report.pages import several
 from loadgen.report.pages import sweep as sweep_page
 from loadgen.report.repeats import Repeat
 from loadgen.report.sweeps import INTERACTIVITY, PlannedRun, SweepPlan, SweptPoint, Wait
@@ -123,7 +122,7 @@ def test_what_is_finished(tmp_path: Path) -> None:
     assert sweeps.read(directory).runs[1].state == "waiting"
     page = sweep_page.of(directory, swept)
     assert "not finished, in no number: rate-4" in terminal.render(page, 200)
-    several.write(directory / sweep_page.FILE, page, figures=True)
+    files.write(directory / sweep_page.FILE, page, figures=True)
     assert {path.name for path in directory.glob("*.png")} == {"latency.png", "pareto.png", "cdf.png"}
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from loadgen.search.highest import (
-    Ended,
+    EndReason,
     Goal,
-    Guess,
-    Order,
+    NextProbe,
+    Prior,
     Probe,
-    Seen,
-    answer,
+    ProbeTimes,
     conclude,
     dispersion,
     fit,
     highest,
+    highest_load,
     judge,
     next_probe,
 )
@@ -33,10 +33,10 @@ def probe(load: float, counted: int, met: int, **more: object) -> Probe:
     return Probe(load=load, counted=counted, met=met, **fields)  # type: ignore[arg-type]
 
 
-def seen(at_s: np.ndarray, life_s: np.ndarray | float, late: np.ndarray, elapsed_s: float | None = None) -> Seen:
+def seen(at_s: np.ndarray, life_s: np.ndarray | float, late: np.ndarray, elapsed_s: float | None = None) -> ProbeTimes:
     until_s = float(at_s[-1]) if elapsed_s is None else elapsed_s
     done_s = np.where(at_s + life_s <= until_s, at_s + life_s, np.inf)
-    return Seen(sent_s=at_s, done_s=done_s, late=late, elapsed_s=until_s)
+    return ProbeTimes(sent_s=at_s, done_s=done_s, late=late, elapsed_s=until_s)
 
 
 def test_known_queues() -> None:
@@ -65,13 +65,13 @@ def test_the_true_knee_is_in_the_interval(name: str) -> None:
 
 def test_a_search_follows_from_its_probes_alone() -> None:
     world = worlds.WORLDS["slots"]()
-    guess, rng = Guess(load=world.truth * 1.2), np.random.default_rng(3)
+    guess, rng = Prior(load=world.truth * 1.2), np.random.default_rng(3)
     first, probes, ended = highest(worlds.probing(world, GOAL, rng, []), GOAL, guess)
     assert next_probe(GOAL, guess, probes) == ended
-    assert answer(GOAL, guess, probes, ended) == first
+    assert highest_load(GOAL, guess, probes, ended) == first
     for number, made in enumerate(probes):
         order = next_probe(GOAL, guess, probes[:number])
-        assert isinstance(order, Order) and order.load == made.load
+        assert isinstance(order, NextProbe) and order.load == made.load
 
 
 def test_a_probe_is_sure_soon_where_the_answer_is_plain() -> None:
@@ -139,16 +139,16 @@ def test_probes_of_a_known_curve_give_its_crossing() -> None:
         probe(load, 100_000, round(100_000 / (1 + math.exp(-each))))
         for load, each in zip((6.2, 6.6, 7.0, 7.4, 7.8), logit, strict=True)
     ]
-    posterior = fit(GOAL, Guess(load=5.0), probes)
+    posterior = fit(GOAL, Prior(load=5.0), probes)
     assert math.exp(posterior.quantile(0.5)) == pytest.approx(knee, rel=0.005)
     assert posterior.slope == pytest.approx(slope, rel=0.05)
-    found = answer(GOAL, Guess(load=5.0), probes)
+    found = highest_load(GOAL, Prior(load=5.0), probes)
     assert found.attained == pytest.approx(0.95, abs=0.002)
 
 
 def test_falling_behind_bounds_the_answer() -> None:
     probes = [probe(8.0, 4000, 4000), probe(14.0, 0, 0, verdict="falls_behind", ended_per_s=10.0, requests=4000)]
-    found = answer(GOAL, Guess(load=8.0), probes)
+    found = highest_load(GOAL, Prior(load=8.0), probes)
     assert found.value is not None and 8.0 <= found.value <= 10.0 and found.high < 10.8
 
 
@@ -157,27 +157,29 @@ def test_a_probe_that_was_ended_as_the_server_fell_behind_bounds_the_answer() ->
     rng = np.random.default_rng(1)
     sent_s = np.cumsum(rng.exponential(1 / 15, 160))
     done_s = np.maximum.accumulate(np.maximum(np.arange(160) / 10, sent_s + 0.1))
-    seen = Seen(sent_s=sent_s, done_s=np.where(done_s < 11, done_s, np.inf), late=np.full(160, 0.2), elapsed_s=11.0)
+    seen = ProbeTimes(
+        sent_s=sent_s, done_s=np.where(done_s < 11, done_s, np.inf), late=np.full(160, 0.2), elapsed_s=11.0
+    )
     assert conclude(GOAL, seen, 15.0).verdict != "falls_behind"
     behind = conclude(GOAL, seen, 15.0, 10.0)
     assert behind.verdict == "falls_behind"
-    found = answer(GOAL, Guess(load=12.0), [behind])
+    found = highest_load(GOAL, Prior(load=12.0), [behind])
     assert found.value is not None and found.value < 11 and found.high < 14
 
 
 def test_none_where_requests_that_are_alone_miss() -> None:
     probes = [probe(0.05, 40, 3, verdict="missed")]
-    ended = next_probe(GOAL, Guess(load=1.0), probes)
-    assert isinstance(ended, Ended) and ended.code == "none"
-    assert answer(GOAL, Guess(load=1.0), probes, ended).value is None
+    ended = next_probe(GOAL, Prior(load=1.0), probes)
+    assert isinstance(ended, EndReason) and ended.code == "none"
+    assert highest_load(GOAL, Prior(load=1.0), probes, ended).value is None
 
 
 def test_the_budget_ends_a_search() -> None:
     goal = Goal(attain=0.95, budget_s=30.0)
-    order = next_probe(goal, Guess(load=1.0), [probe(1.0, 50, 50)])
-    assert isinstance(order, Order) and order.seconds <= 19.0
-    ended = next_probe(goal, Guess(load=1.0), [probe(1.0, 50, 50), probe(1.0, 50, 50), probe(1.0, 50, 50)])
-    assert isinstance(ended, Ended) and ended.code == "budget"
+    order = next_probe(goal, Prior(load=1.0), [probe(1.0, 50, 50)])
+    assert isinstance(order, NextProbe) and order.seconds <= 19.0
+    ended = next_probe(goal, Prior(load=1.0), [probe(1.0, 50, 50), probe(1.0, 50, 50), probe(1.0, 50, 50)])
+    assert isinstance(ended, EndReason) and ended.code == "budget"
 
 
 def test_least_requests_that_make_an_attainment_sure() -> None:
@@ -190,7 +192,7 @@ def test_a_start_far_too_high_shows_nothing_and_is_left() -> None:
     """Above 100 a probe is over before anything of it counts, as where all requests pile up; 60 is the answer."""
     rng = np.random.default_rng(4)
 
-    def probing(order: Order) -> Probe:
+    def probing(order: NextProbe) -> Probe:
         blind = order.load > 100
         counted = 0 if blind else order.requests
         share = 1 / (1 + math.exp(-GOAL.logit + 16 * math.log(order.load / 60)))
@@ -199,6 +201,6 @@ def test_a_start_far_too_high_shows_nothing_and_is_left() -> None:
             requests=order.requests, seconds=8.0, life_s=2.5 if blind else 0.1,
         )  # fmt: skip
 
-    found, probes, ended = highest(probing, GOAL, Guess(load=140.0))
+    found, probes, ended = highest(probing, GOAL, Prior(load=140.0))
     assert ended.code == "sure" and found.value == pytest.approx(60, rel=0.05)
     assert sum(probe.counted == 0 for probe in probes) <= 3

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.document import html
+from loadgen.document import files, html
 from loadgen.document.content import Document
-from loadgen.report.pages import several
 from loadgen.search import page as search_page
 from loadgen.search import results
-from loadgen.search.highest import Ended, Guess, answer
+from loadgen.search.highest import EndReason, Prior, highest_load
 from loadgen.search.results import ProbeRun, SearchOptions, SearchResult
 from tests.loadgen.report.pages.contents import blocks_of, links, points, rows
 from tests.loadgen.report.pages.test_run import drawn
@@ -27,7 +26,7 @@ SEEN = (  # load, counted, met, verdict
 OPTIONS = SearchOptions(slo_ms={"ttft": 500.0}, attain=0.99, axis="rate", budget_s=600.0, config={"gpu": "h200"})
 
 
-def found(ended: Ended | None = None, **changes: Any) -> SearchResult:
+def found(ended: EndReason | None = None, **changes: Any) -> SearchResult:
     alone = ProbeRun(number=1, directory="1", kind="alone", probe=probe(1.0, 4, 4), attained_ratio=1.0)
     runs = [
         ProbeRun(
@@ -38,10 +37,10 @@ def found(ended: Ended | None = None, **changes: Any) -> SearchResult:
         for number, (load, counted, met, verdict) in enumerate(SEEN, 2)
     ]  # fmt: skip
     result = SearchResult(
-        version="1", options=OPTIONS, backend="vllm", model="m", guess=Guess(load=11.0), probes=[alone, *runs]
+        version="1", options=OPTIONS, backend="vllm", model="m", guess=Prior(load=11.0), probes=[alone, *runs]
     )
     return results.with_answer(
-        msgspec.structs.replace(result, **changes), ended or Ended(code="sure", reason="it is known well enough")
+        msgspec.structs.replace(result, **changes), ended or EndReason(code="sure", reason="it is known well enough")
     )
 
 
@@ -88,7 +87,7 @@ def test_the_charts() -> None:
     assert (bracket.y[-1], (bracket.low or [])[-1], (bracket.high or [])[-1]) == pytest.approx(
         (result.range.value, result.range.low, result.range.high)
     )
-    first = answer(OPTIONS.goal, Guess(load=11.0), result.loads[:1])
+    first = highest_load(OPTIONS.goal, Prior(load=11.0), result.loads[:1])
     assert math.isinf(first.high) and (bracket.high or [])[0] == max(14.0, first.value or 0.0)
 
 
@@ -96,7 +95,7 @@ def test_every_probe_leads_to_its_run(tmp_path: Path) -> None:
     for name in "135":
         (tmp_path / name).mkdir()
         (tmp_path / name / "report.html").touch()
-    several.write(tmp_path / search_page.FILE, search_page.of(tmp_path, found()))
+    files.write(tmp_path / search_page.FILE, search_page.of(tmp_path, found()))
     text = (tmp_path / "search.html").read_text()
     assert [f'href="{name}/report.html"' in text for name in "12345"] == [True, False, True, False, True]
     page = page_of(found(), {"3": "3/report.html"})
@@ -107,11 +106,13 @@ def test_every_probe_leads_to_its_run(tmp_path: Path) -> None:
 
 
 def test_a_search_without_an_answer() -> None:
-    result = found(Ended(code="none", reason="a request misses it even where it is alone"), probes=found().probes[:1])
+    result = found(
+        EndReason(code="none", reason="a request misses it even where it is alone"), probes=found().probes[:1]
+    )
     page = page_of(result)
     assert page.tone == "bad" and page.verdict.startswith("No load meets the objective")
     assert drawn(page) == {}
-    assert page_of(found(Ended(code="budget", reason="the time is over"))).tone == "warning"
+    assert page_of(found(EndReason(code="budget", reason="the time is over"))).tone == "warning"
     begun = page_of(found(probes=[], guess=None))
     assert begun.verdict.startswith("There is no answer yet") and drawn(begun) == {}
 

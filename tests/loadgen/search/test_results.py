@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.document import markdown, terminal
 from loadgen.search import page, results
-from loadgen.search.highest import Guess
+from loadgen.search.highest import Prior
 from loadgen.search.results import ProbeKind, ProbeRun, Range, SearchOptions, SearchResult
 from tests.loadgen.search.test_highest import probe
 
@@ -36,7 +36,7 @@ CLOSED = run("saturation", 20.0, 1, "tpot")
     ],
 )
 def test_what_was_in_the_way_of_more(probes: list[ProbeRun], limit: str | None, lower_bound: bool) -> None:
-    search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=probes)
+    search = SearchResult(version="1", options=OPTIONS, guess=Prior(load=12.0), probes=probes)
     result = results.with_answer(search, None)
     assert (result.limited_by, result.lower_bound) == (limit, lower_bound)
 
@@ -47,14 +47,14 @@ def test_what_was_in_the_way_of_more(probes: list[ProbeRun], limit: str | None, 
 )
 def test_a_side_without_a_bound_is_not_called_zero(low: float | None, high: float | None, bounds: str) -> None:
     known = Range(value=12.0, low=low, high=high)
-    search = SearchResult(version="1", options=OPTIONS, guess=Guess(load=12.0), probes=[MET], rate_per_s=known)
+    search = SearchResult(version="1", options=OPTIONS, guess=Prior(load=12.0), probes=[MET], rate_per_s=known)
     assert f"12.00 requests/s, {bounds} with 95 % confidence" in results.sentence(search)
 
 
 def test_quick_acks_are_said() -> None:
     for given in (True, False):
         options = msgspec.structs.replace(OPTIONS, config={"quick_acks": True} if given else {})
-        search = SearchResult(version="1", options=options, guess=Guess(load=12.0), probes=[MET])
+        search = SearchResult(version="1", options=options, guess=Prior(load=12.0), probes=[MET])
         document = page.page(search, {}, "", [])
         for said in (terminal.render(document, 200), markdown.render(document)):
             assert ("--quick-acks" in said) == given

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.search.highest import Goal, Guess, Order, Probe, Seen, highest, watched
+from loadgen.search.highest import Goal, NextProbe, Prior, Probe, ProbeTimes, highest, watched
 
 Floats = NDArray[np.float64]
 SEARCHES, FIRST_SEED, GUESS_SD, START_RATIO = 200, 3000, 0.25, 0.1
@@ -121,14 +121,14 @@ def modelled_vllm(searches: int) -> World:
     return World("vLLM 7B on a modelled H200", 0.95, truth, send, None, searches=searches, most_ratio=2.0)
 
 
-def probing(world: World, goal: Goal, rng: np.random.Generator, spent: list[int]) -> Callable[[Order], Probe]:
-    def probe(order: Order) -> Probe:
+def probing(world: World, goal: Goal, rng: np.random.Generator, spent: list[int]) -> Callable[[NextProbe], Probe]:
+    def probe(order: NextProbe) -> Probe:
         at_s, done_s, late = world.send(order.load, max(400, int(1.6 * order.requests)), rng)
 
-        def seen(until_s: float) -> Seen:
+        def seen(until_s: float) -> ProbeTimes:
             count = int(np.searchsorted(at_s, until_s, "right"))
             over_s = np.where(done_s[:count] <= until_s, done_s[:count], np.inf)
-            return Seen(sent_s=at_s[:count], done_s=over_s, late=late[:count], elapsed_s=until_s)
+            return ProbeTimes(sent_s=at_s[:count], done_s=over_s, late=late[:count], elapsed_s=until_s)
 
         looks = np.unique((100 * 1.3 ** np.arange(50)).astype(int))
         made = watched(goal, order, seen, [float(at_s[look]) for look in looks if look < len(at_s)])
@@ -142,7 +142,7 @@ def searched(world: World, seed: int) -> dict[str, Any]:
     """One search of our own."""
     rng = np.random.default_rng(seed)
     goal, spent = Goal(attain=world.attain, precision_ratio=world.precision_ratio), list[int]()
-    guess = Guess(load=world.truth * math.exp(GUESS_SD * rng.normal()))
+    guess = Prior(load=world.truth * math.exp(GUESS_SD * rng.normal()))
     found, probes, ended = highest(probing(world, goal, rng, spent), goal, guess)
     return {"value": found.value, "low": found.low, "high": found.high, "requests": sum(spent),
             "probes": len(probes), "ended": ended.code}  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 from loadgen import cli
 from loadgen.config import Config, ConfigError
 from servers.plan import candidates
-from servers.plan.candidates import Candidate, Prices, Question, Row, Unmet, judge, ranked
+from servers.plan.candidates import Candidate, Prices, Requirements, Row, Unmet, judge, ranked
 from servers.plan.command import parse_slo
 from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
 from servers.simulator import hardware
@@ -47,17 +47,17 @@ def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
 
 
 def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
-    return judge(Candidate(gpu=gpu, tp=tp), question(load(rate), prices=prices, max_gpus=max_gpus))
+    return judge(Candidate(gpu=gpu, tp=tp), requirements(load(rate), prices=prices, max_gpus=max_gpus))
 
 
-def question(
+def requirements(
     demand: Demand,
     limits: Limits = LIMITS,
     prices: Prices = PRICES,
     max_gpus: int = 64,
     emulated: Callable[[Candidate], Emulated] = emulation,
-) -> Question:
-    return Question(emulation=emulated, demand=demand, limits=limits, prices=prices, max_gpus=max_gpus)
+) -> Requirements:
+    return Requirements(emulation=emulated, demand=demand, limits=limits, prices=prices, max_gpus=max_gpus)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -198,7 +198,7 @@ def test_a_price_is_found_by_any_name_of_the_gpu() -> None:
 def test_what_will_not_do_is_listed_with_the_reason(
     gpu: str, tp: int, slo: str, model: str, max_gpus: int, reason: str
 ) -> None:
-    asked = question(load(500.0), parse_slo(slo), max_gpus=max_gpus, emulated=lambda each: emulation(each, model))
+    asked = requirements(load(500.0), parse_slo(slo), max_gpus=max_gpus, emulated=lambda each: emulation(each, model))
     unmet = judge(Candidate(gpu=gpu, tp=tp), asked)
     assert isinstance(unmet, Unmet)
     assert re.search(reason, unmet.reason)
@@ -207,12 +207,12 @@ def test_what_will_not_do_is_listed_with_the_reason(
 def test_a_limit_that_only_a_lonely_request_keeps() -> None:
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     ((_, first_s, _),) = bounds(simulate(emulated, [(0.0, 512, 32)]))
-    unmet = judge(Candidate(gpu="rtx4090", tp=1), question(load(), Limits(seconds={"ttft": first_s * 1.001})))
+    unmet = judge(Candidate(gpu="rtx4090", tp=1), requirements(load(), Limits(seconds={"ttft": first_s * 1.001})))
     assert isinstance(unmet, Unmet) and "ttft is missed even at" in unmet.reason
 
 
 def test_a_request_that_the_server_refuses() -> None:
-    asked = question(load(), emulated=lambda each: emulation(each, kv_tokens=256))
+    asked = requirements(load(), emulated=lambda each: emulation(each, kv_tokens=256))
     unmet = judge(Candidate(gpu="h200", tp=1), asked)
     assert isinstance(unmet, Unmet) and "refuses a request of this length" in unmet.reason
 

@@ -86,7 +86,7 @@ def test_every_cell_that_the_paper_traced_is_in_a_preset() -> None:
 def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     failed = traced(msgspec.structs.replace(NAIVE, method="F", attention="flash"), "oom")
     measured = ([traced(NAIVE), failed], {"platform": "`H200`", "run_id": "r"})
-    breakdown_report.document(*measured).write(tmp_path)
+    breakdown_report.document(*measured).publish(tmp_path)
     report = breakdown_report.build(*measured)
     assert msgspec.to_builtins(report.cells) == {
         "all": 2,
@@ -124,7 +124,7 @@ def test_cells_that_differ_are_told_apart() -> None:
 
 def test_what_others_wrote_is_no_link(tmp_path: Path) -> None:
     hostile = msgspec.structs.replace(traced(NAIVE), trace="javascript:x) <img src=y>", platform="$\\frac{ <b>|")
-    breakdown_report.document([hostile], {"platform": 3, "run_id": ["r"]}).write(tmp_path)
+    breakdown_report.document([hostile], {"platform": 3, "run_id": ["r"]}).publish(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "](javascript:" not in page and "<img" not in page and "<b>" not in page
 

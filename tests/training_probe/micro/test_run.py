@@ -69,7 +69,7 @@ def test_a_measurement_leaves_a_whole_report(tmp_path: Path) -> None:
     said: list[str] = []
     assert run.measure(manifest(points), tmp_path / "out", said.append, StandIn()) == 0
     found, kept, about = (read(tmp_path / "out") for read in (run.read_results, run.read_manifest, run.read_about))
-    micro_report.document(found, kept, about).write(tmp_path / "out")
+    micro_report.document(found, kept, about).publish(tmp_path / "out")
     report = micro_report.build(found, kept, about)
     assert [result.point for result in found] == points
     assert report.points.by_outcome == {"ok": len(points)} and report.versions == {"torch": "0"}

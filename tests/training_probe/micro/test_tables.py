@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.document import terminal
 from loadgen.document.content import Table
 from training_probe.flops import peak_flops
 from training_probe.micro import presets, tables
@@ -210,7 +212,7 @@ def manifest(points: list[Any], **more: Any) -> MicroManifest:
     return MicroManifest(**given)
 
 
-def test_report_derives_and_counts() -> None:
+def test_report_derives_and_counts(tmp_path: Path) -> None:
     points = presets.gemms("cuda", m=(64,), n=(64,), k=(64,))
     found = [at(points[0], points[0].flops / 700e12)]
     measured = (found, manifest(points, kind="gemm", device_name=H200), About(device_name=H200))
@@ -218,6 +220,6 @@ def test_report_derives_and_counts() -> None:
     assert report.schema == "training_probe.micro/1"
     assert msgspec.to_builtins(report.points) == {"planned": 2, "all": 1, "by_outcome": {"ok": 1}}
     assert report.results[0]["data_sheet_peak_ratio"] == pytest.approx(700 / 989.4)
-    text = micro_report.document(*measured).text(100)
+    text = terminal.render(micro_report.document(*measured).page(tmp_path), 100)
     assert "1 of 2 points, 1 missing: 1 ok." in text and "700 TFLOP/s, 70.7 % of the data sheet's 989.4" in text
     json.dumps(msgspec.to_builtins(report))

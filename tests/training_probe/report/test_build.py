@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.document import markdown
-from loadgen.report.build import ReportError
+from loadgen.document import markdown, terminal
+from loadgen.document.files import ReportError
 from tests.training_probe.measured import HOSTILE, result
 from training_probe import cli
 from training_probe.protocol import TIMELINE_FILE, Timeline
@@ -70,7 +70,7 @@ def seen(path: Path) -> tuple[int, int]:
     return pixels.shape[1], pixels.shape[0]
 
 
-def test_the_report_counts_and_judges() -> None:
+def test_the_report_counts_and_judges(tmp_path: Path) -> None:
     made = build.build(sweep(), {"run_id": "r1", "preset": "mine"})
     assert made.schema == "training_probe.report/1"
     counts = {"all": 7, "by_outcome": {"ok": 6, "oom": 1}, "invalid": 1}
@@ -81,7 +81,7 @@ def test_the_report_counts_and_judges() -> None:
     assert len(prediction.said_to_fit_but_ran_out) == 1
     assert made.profile.as_paper
     assert len(made.results) == 7
-    text = build.document(sweep(), {}).text(200)
+    text = terminal.render(build.document(sweep(), {}).page(tmp_path), 200)
     assert "7 cells: 6 ok (1 of them INVALID), 1 oom." in text
     assert "as in the paper" in text
     assert "Predicted to fit, but ran out of memory: 7b_pretrain_deepspeed_Z2" in text
@@ -97,19 +97,19 @@ def test_a_short_profile_is_said() -> None:
 def test_nothing_measured_is_a_report_all_the_same(tmp_path: Path) -> None:
     manifest = {"platform": "CPU", "warmup_steps": 2, "steps": 3, "runs": 1}
     made = build.build([], manifest)
-    build.document([], manifest).write(tmp_path)
+    build.document([], manifest).publish(tmp_path)
     assert (made.platform, made.cells.all) == ("CPU", 0)
     assert msgspec.to_builtins(made.profile.each) == [{"warmup_steps": 2, "steps": 3, "runs": 1}]
     assert not list(tmp_path.glob("*.svg"))
 
 
-def test_failures_stand_with_their_reasons_and_nothing_is_obeyed() -> None:
+def test_failures_stand_with_their_reasons_and_nothing_is_obeyed(tmp_path: Path) -> None:
     found = [result("Z3", outcome="crashed", reason=HOSTILE, said={"log": "a/b_log.txt"})]
-    text = markdown.render(build.document(found, {"run_id": HOSTILE}).page())
+    text = markdown.render(build.document(found, {"run_id": HOSTILE}).page(tmp_path))
     assert "## Cells without a valid number" in text
     assert "a/b\\_log.txt" in text
     assert "\x1b" not in text and "<b>" not in text
-    assert "\x1b" not in build.document(found, {"preset": HOSTILE}).text(100)
+    assert "\x1b" not in terminal.render(build.document(found, {"preset": HOSTILE}).page(tmp_path), 100)
     assert "\x1b" not in layout.latex_file(tables.build(found))
 
 
@@ -122,7 +122,7 @@ def test_redoing_a_directory_writes_all_of_it(tmp_path: Path) -> None:
     (cell / TIMELINE_FILE).write_bytes(msgspec.json.encode(timeline()))
     (tmp_path / "manifest.json").write_text('{"run_id": "r1", "machine": {"cpu": "x"}, "unknown": [1]}')
     document = build.document(read(tmp_path), build.read_manifest(tmp_path))
-    document.write(tmp_path)
+    document.publish(tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(msgspec.json.encode(document.report))
     written = {path.name for path in tmp_path.iterdir()}
     assert {"report.md", "tables.csv", "tables.tex"} <= written
@@ -145,9 +145,12 @@ def test_a_broken_manifest_is_one_sentence(tmp_path: Path, wrong: str) -> None:
     assert build.read_manifest(tmp_path) == {}
 
 
-def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="cannot write the report"):
-        build.document([result()], {}).write(tmp_path / "none")
+def test_a_file_that_cannot_be_written_costs_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").mkdir()
+    build.document([result()], {}).publish(tmp_path)
+    shown = capsys.readouterr()
+    assert "1 cell: 1 ok." in shown.err and json.loads(shown.out)["cells"]["all"] == 1
+    assert f"\ntraining_probe: cannot write the report to {tmp_path}: Is a directory.\n" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_a_broken_timeline_costs_no_report(tmp_path: Path, broken: bytes) -> Non
     cell = tmp_path / "trials" / "one" / "timeline"
     cell.mkdir(parents=True)
     (cell / TIMELINE_FILE).write_bytes(broken)
-    build.document([result()], {}).write(tmp_path)
+    build.document([result()], {}).publish(tmp_path)
     assert not list(tmp_path.glob("timeline-*"))
 
 

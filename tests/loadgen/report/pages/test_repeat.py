@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.document import html
+from loadgen.document import files, html
 from loadgen.document.content import Document
 from loadgen.report import repeats
 from loadgen.report.pages import repeat, several
@@ -56,7 +56,7 @@ def test_every_run_leads_to_its_page(tmp_path: Path) -> None:
     assert links(page) == {"1": "1/report.html", "3": "3/report.html"}
     for series in points(drawn(page)["Requests"]):
         assert series.hrefs == ["1/report.html", "", "3/report.html"]
-    several.write(directory / repeat.FILE, repeat.of(directory, repeats.read(directory)))
+    files.write(directory / repeat.FILE, repeat.of(directory, repeats.read(directory)))
     assert 'href="3/report.html"' in (directory / "repeat.html").read_text()
 
 

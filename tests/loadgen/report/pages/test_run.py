@@ -85,7 +85,7 @@ def values(table: Table) -> dict[tuple[str, str], float | None]:
 def test_the_cells_hold_exactly_what_report_json_holds(tmp_path: Path) -> None:
     page = run.page(shown(tmp_path / "run", spread(300)))
     built, rows = build.from_directory(tmp_path / "run")
-    build.write_numbers(tmp_path / "run", built, rows)
+    build.write(tmp_path / "run", built, rows)
     report = json.loads((tmp_path / "run/report.json").read_bytes())
     latency, intervals = values(tables(page)["Latency"]), values(tables(page)["Latency with intervals"])
     for name in METRICS:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.document import html
+from loadgen.document import files, html
 from loadgen.document.content import Document, Link
 from loadgen.report import build, sweeps
 from loadgen.report.pages import several
@@ -25,7 +25,7 @@ def reported(directory: Path) -> Path:
     """With the reports and pages of its runs."""
     for path in directory.iterdir():
         if path.is_dir():
-            build.write_numbers(path, *build.from_directory(path))
+            build.write(path, *build.from_directory(path))
     return directory
 
 
@@ -140,7 +140,7 @@ def test_names_stay_data(tmp_path: Path) -> None:
 def test_the_file(tmp_path: Path) -> None:
     directory = reported(swept_directory(tmp_path / "s"))
     swept = sweeps.read(directory)
-    several.write(directory / sweep_page.FILE, sweep_page.of(directory, swept))
+    files.write(directory / sweep_page.FILE, sweep_page.of(directory, swept))
     text = (directory / "sweep.html").read_text()
     for name in ("rate-1", "rate-2", "rate-4"):
         assert f'href="{name}/report.html"' in text
