@@ -421,12 +421,10 @@ def compare(
 
 def letters() -> int:
     """List the letters of a method and what each means."""
-    from loadgen.document.content import Table
-    from loadgen.document.terminal import rows
+    from loadgen.document.terminal import aligned
     from training_probe.grid import LETTERS, NAIVE
 
-    meanings = {NAIVE: "none of these", **LETTERS}
-    print("\n".join(rows(Table(["letter", "meaning"], [*meanings.items()], numeric=False))))
+    print("\n".join(aligned([(NAIVE, "none of these"), *LETTERS.items()])))
     return exit_codes.OK
 
 
