@@ -202,9 +202,8 @@ def find(measured: Table) -> Iterator[Finding]:
     counts = (measured.prompt_tokens[earlier], measured.output_tokens[earlier], measured.prompt_tokens[later])
     known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
     before, reply, after = (count[known] for count in counts)
-    repeated = measured.shared_tokens[later][known]
-    # records of older versions do not tell what was repeated
-    history = np.where(repeated > 0, repeated, before + reply)
+    untold = not measured.shared_tokens.any() and not measured.afters  # as in records of older versions
+    history = before + reply if untold else measured.shared_tokens[later][known]
     dropped = after < history - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * history
     if dropped.any():
         yield Finding(

@@ -264,6 +264,15 @@ def test_a_history_that_is_kept(counts: list[tuple[int | None, int | None]]) -> 
     assert found(session(*counts), "HISTORY_UNKNOWN") is None
 
 
+def test_an_agent_that_begins_anew_repeats_nothing() -> None:
+    """Its first turn follows that of the agent that began it, and has a prompt of its own."""
+    main, again, sub = session((400, 16), (416, 16), (128, 16))
+    again.shared_tokens = 416
+    assert found([main, again, sub], "HISTORY_DROPPED") is None
+    again.prompt_tokens = 40
+    assert found([main, again, sub], "HISTORY_DROPPED") is not None
+
+
 def test_a_history_that_nobody_counts() -> None:
     finding = found(session((10, 4), (None, 4), (38, 4)), "HISTORY_UNKNOWN")
     assert finding is not None and "2 of 2 later turns" in finding.message
