@@ -14,11 +14,12 @@ docs/training.md ("Model FLOPs, MFU and HFU") derives the terms.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
 from training_probe.grid import GATE_WITH_UP, PROMPT_TOKENS, QKV_TOGETHER, Cell
+from training_probe.packing import Extent
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
 # entry that fits counts, so a longer name stands before a shorter one. NVIDIA's datasheets and white papers (GA102
@@ -197,11 +198,13 @@ def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs per token of the data. recomputed: forward work that is done twice, which no model needs."""
+    """FLOPs per token of the data. recomputed: forward work that is done twice, which no model needs. padding: all that
+    is done beyond what the tokens need."""
 
     forward: float
     backward: float
     recomputed: float
+    padding: float = 0.0
 
     @property
     def model(self) -> float:
@@ -211,7 +214,7 @@ class Flops:
     @property
     def hardware(self) -> float:
         """What HFU counts."""
-        return self.model + self.recomputed
+        return self.model + self.recomputed + self.padding
 
 
 @functools.lru_cache(maxsize=256)
@@ -223,10 +226,17 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
     T = M, so 6M + 3a. h: the width of all heads; with latent attention 2h is that of keys and values together. What a
     window would spare is not taken off: no kernel that is used here leaves it out.
     """
-    method = cell.letters
-    counts = weights(spec, cell)
-    length = cell.seq_len + (PROMPT_TOKENS if method.adapter == "PT" else 0)
-    longer = length / cell.seq_len  # virtual tokens pass through the model and are no tokens of the data
+    virtual = PROMPT_TOKENS if cell.letters.adapter == "PT" else 0  # they pass through, and are no tokens of the data
+    drawn = cell.drawn
+    if drawn is None:
+        return _of_extent(cell, spec, Extent((cell.seq_len + virtual) / cell.seq_len, cell.seq_len + virtual))
+    needed = _of_extent(cell, spec, drawn.needed(virtual))
+    computed = _of_extent(cell, spec, drawn.computed(virtual, by_sequence=cell.letters.flash))
+    return replace(needed, recomputed=computed.recomputed, padding=computed.model - needed.model)
+
+
+def _of_extent(cell: Cell, spec: ModelSpec, extent: Extent) -> Flops:
+    method, counts, (longer, length) = cell.letters, weights(spec, cell), extent
 
     lora = counts.adapter if method.has_lora else 0
     in_layers = matrix_parameters(spec) + lora
@@ -312,7 +322,7 @@ def kept_products(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tuple[
     return dict(list(products(cell, spec, kind).items())[::2])
 
 
-def _repeated(cell: Cell, spec: ModelSpec, kind: Layers, length: int) -> float:
+def _repeated(cell: Cell, spec: ModelSpec, kind: Layers, length: float) -> float:
     """FLOPs per token that a layer which recomputes does twice. Selective recomputation, of eager attention, spares the
     second product. By operator, eager attention is computed again and FlashAttention is kept."""
     attention = float(length * kind.attention.pair_flops)

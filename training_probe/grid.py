@@ -17,7 +17,9 @@ import msgspec
 from backends import catalog
 from backends.decoder import Attention, LatentAttention, ModelSpec
 from backends.exit_codes import UserError, check_least
+from loadgen.load import lengths as laws
 from training_probe.llama_shape import LlamaShape
+from training_probe.packing import MOST_ROWS, Drawn, draw
 
 Task = Literal["pretrain", "finetune"]
 Engine = str  # one of ENGINES, or a trial of the user's own (training_probe.trials)
@@ -148,6 +150,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
     optim: what updates; adamw_8bit says so of one of them, as files of before have it.
+    lengths: a law of the sequences' lengths, each cut at seq_len; empty: all are seq_len. packing: those sequences are
+    put into rows of seq_len, and a micro batch is so many rows; else each is padded to the longest of its micro batch.
     """
 
     model: str
@@ -174,6 +178,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     loss: Loss = "plain"
     dp_replicate: int = 1
     fp8: bool = False
+    lengths: str = ""
+    packing: bool = False
     optim: Optim = "adamw"
 
     def __post_init__(self) -> None:
@@ -230,10 +236,31 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step trains on, over all processes."""
+        """Tokens that one optimizer step trains on, over all processes; padding is none."""
+        if (drawn := self.drawn) is not None:
+            return drawn.tokens
         if self.micro_batch is None:
             raise ValueError("the micro batch of this cell is still to be searched")
         return self.data_parallel * self.micro_batch * self.grad_accum * self.seq_len
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """The sequences of a step, where they have lengths of their own and the micro batch is known. Raises
+        WorkloadError."""
+        if not self.lengths or self.micro_batch is None:
+            return None
+        sizes = (self.data_parallel, self.grad_accum, self.micro_batch)
+        return draw(self.lengths, self.seq_len, self.packing, *sizes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row of a micro batch, padding included."""
+        return self.seq_len if (drawn := self.drawn) is None else drawn.longest
+
+    @property
+    def padding_ratio(self) -> float | None:
+        """The share of the positions that hold no token; None where no lengths are drawn."""
+        return None if (drawn := self.drawn) is None else 1 - drawn.tokens / drawn.positions
 
     @property
     def name(self) -> str:
@@ -290,6 +317,10 @@ class Options(Protocol):
     def dp_replicate(self) -> int: ...
     @property
     def fp8(self) -> bool: ...
+    @property
+    def lengths(self) -> str: ...
+    @property
+    def packing(self) -> bool: ...
 
 
 def beyond_letters(of: Options) -> list[str]:
@@ -305,6 +336,8 @@ def beyond_letters(of: Options) -> list[str]:
         "loss": f"{of.loss}-loss",
         "dp_replicate": f"hsdp{of.dp_replicate}",
         "fp8": "fp8",
+        "lengths": re.sub(r"[^\w.+-]", "-", of.lengths.rpartition("/")[2].removeprefix("file:"))[:40],
+        "packing": "packed",
     }
     return [word for name, word in words.items() if getattr(of, name) != _DEFAULTS[name]]
 
@@ -326,6 +359,8 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
         idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
     if cell.optim == "muon" and (cell.letters.quantized or cell.letters.adapter == "PT"):
         idle["optim"] = "of what it trains nothing is a matrix of a layer, and AdamW updates all of it"
+    if not cell.lengths:
+        idle["packing"] = "all of its sequences fill a row (--lengths names others)"
     if layers is not None and (every := cell.recomputed_every) and every > layers:
         idle["checkpoint"] = f"its model has {layers} layers, and none is the {every}-th"
     idle = {name: why for name, why in idle.items() if getattr(cell, name) != _DEFAULTS[name]}
@@ -400,6 +435,8 @@ def cell(
         raise GridError(f"method '{method}' recomputes with {letter} and --checkpoint in another way; name one.")
     if built.checkpoint not in ("", "op") and not re.fullmatch(r"[1-9]\d{0,5}", built.checkpoint):
         raise GridError(f"--checkpoint is '{built.checkpoint}'; it must be op, or N to recompute every N-th layer.")
+    if built.lengths:
+        laws.parse(built.lengths)
     for target in built.lora_targets:
         if target not in LORA_TARGETS + FUSED_TARGETS:
             raise GridError(f"--lora-targets names '{target}'; known are {', '.join(LORA_TARGETS + FUSED_TARGETS)}.")
@@ -434,6 +471,7 @@ def impossible(cell: Cell, spec: ModelSpec | None, unbuilt: str = "") -> str | N
 def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[str]:
     method, model_parallel = cell.letters, cell.tp * cell.pp * cell.cp
     yield from _of_engine(cell, method)
+    yield from _of_lengths(cell, method)
     if cell.gpus % model_parallel:
         yield f"{cell.gpus} GPUs cannot be divided into groups of TP x PP x CP = {model_parallel}"
     if cell.task == "pretrain" and method.adapter:
@@ -462,6 +500,7 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
     if isinstance(attention, Attention) and attention.head_dim % 2:
         yield f"heads of {attention.head_dim} values cannot be rotated (RoPE takes pairs); name an even head_dim"
     yield from _of_targets(cell, spec)
+    yield from _of_packing(cell, spec)
     yield from _of_attention(cell, spec)
     mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
     if mixture and (method.four_bit or cell.engine == "megatron"):
@@ -577,6 +616,39 @@ def _of_optimizer(cell: Cell, method: Method) -> Iterator[str]:
             "bitsandbytes pages no moments of fsdp2's sharded tensors; use ddp or deepspeed, or --optimizer "
             "adamw-8bit, which is torchao's there"
         )
+
+
+def _of_lengths(cell: Cell, method: Method) -> Iterator[str]:
+    """What sequences of different lengths go with. Raises WorkloadError for a file that holds none."""
+    if not cell.lengths:
+        return
+    if cell.own or cell.engine == "megatron" or cell.tp * cell.cp > 1:
+        yield "lengths of their own (--lengths) are built for deepspeed, fsdp2 and ddp, without TP and CP"
+    if cell.compile or cell.fp8:
+        yield "compiled layers and fp8 products take sequences of one length; leave --lengths out"
+    if cell.packing and method.adapter == "PT":
+        yield "prompt tuning puts its tokens before a row, not before each sequence in it; leave --packing out"
+    if cell.packing and cell.checkpoint == "op" and method.flash:
+        yield "--checkpoint op does not know FlashAttention over packed rows; use R, or leave --packing out"
+    if (rows := cell.data_parallel * cell.grad_accum * (cell.micro_batch or 1)) > MOST_ROWS:
+        yield f"a step has {rows} rows, and lengths of at most {MOST_ROWS} are drawn"
+    else:
+        msgspec.structs.replace(cell, micro_batch=cell.micro_batch or 1).drawn  # noqa: B018  a file is read
+
+
+def _of_packing(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """Layers that would let a sequence see the one before it in its row."""
+    if not cell.packing:
+        return
+    for kind in spec.kinds:
+        attention = kind.attention
+        if not isinstance(attention, Attention | LatentAttention):
+            yield f"the states of {spec.name}'s layers go from one packed sequence on to the next; leave --packing out"
+        elif cell.letters.flash and (attention.window is not None or not isinstance(attention, Attention)):
+            yield (
+                f"FlashAttention over packed rows is for grouped-query attention without windows, and {spec.name} has "
+                "another; leave F or --packing out"
+            )
 
 
 def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:

@@ -64,7 +64,7 @@ OF_METHODS = Group("Methods beyond the letters", sort_key=2)
 MEASURED = Group("How they are measured", sort_key=3)
 WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
-UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8")
+UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8", "lengths", "packing")
 METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", "optimizer",
            *UNTRACED_METHODS)  # fmt: skip
 
@@ -185,6 +185,23 @@ class Grid:
     fp8: Annotated[bool, _methods("Products of the layers in fp8, by torchao (fsdp2, ddp).", show_default=False)] = (
         False
     )
+    lengths: Annotated[
+        str,
+        _methods(
+            "Lengths of the sequences, each cut at --seq-len: uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX], "
+            "lognormal:MEDIAN:SIGMA[:MIN:MAX] or file:PATH, with one length a line; by default all are --seq-len. A "
+            "micro batch is padded to its longest.",
+            show_default=False,
+        ),
+    ] = ""
+    packing: Annotated[
+        bool,
+        _methods(
+            "Put the sequences of --lengths into rows of --seq-len instead; attention stays within each, and "
+            "--micro-batch counts rows.",
+            show_default=False,
+        ),
+    ] = False
 
     def cells(self, device: grid.Device, here: int) -> list[Cell]:
         """What the options name on a machine with `here` GPUs of its own, without the options that change nothing.

@@ -19,6 +19,7 @@ from loadgen.rundir import replace
 from training_probe.conditions import Conditions
 from training_probe.grid import Cell, Method
 from training_probe.llama_shape import LlamaShape
+from training_probe.packing import MicroBatch
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
 TIMELINE_FILE = "timeline.json"
@@ -52,7 +53,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     config.json holds, used instead of the shape where it is given. timeline: whether allocations of the first steps are
     recorded, which costs time, so such a run is not timed. profile: whether as many steps again are traced.
     host_memory_bytes: limit of each process's own memory, for the CPU. deepspeed: the user's own configuration, merged
-    over what the cell gives."""
+    over what the cell gives. rows: lengths of the sequences in each row, of each micro batch of each replica, where the
+    cell draws lengths."""
 
     cell: Cell
     spec: LlamaShape | None = None
@@ -64,6 +66,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = False
     host_memory_bytes: int | None = None
     deepspeed: dict[str, Any] | None = None
+    rows: tuple[tuple[MicroBatch, ...], ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

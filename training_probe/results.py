@@ -62,10 +62,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     """One row. Memory is of the rank that had most; `_gb` are GiB (2**30 bytes), as the paper's "GB" are.
 
-    tokens_per_s: all GPUs together, mean and standard deviation over `runs` (tokens_per_s_runs has each). batch_size:
-    the micro batch; for a searched one, the largest that fitted, with every attempt in `search`. Times are means of a
-    step, ms. mfu_ratio, hfu_ratio: None where the device's peak is not known. valid: the losses were finite and fell.
-    outcome other than ok: `reason` is why, and what was measured of it is kept.
+    tokens_per_s: all GPUs together, without padding, mean and standard deviation over `runs` (tokens_per_s_runs has
+    each). batch_size: the micro batch; for a searched one, the largest that fitted, with every attempt in `search`.
+    Times are means of a step, ms. mfu_ratio, hfu_ratio: None where the device's peak is not known. valid: the losses
+    were finite and fell. outcome other than ok: `reason` is why, and what was measured of it is kept.
     """
 
     schema: str = SCHEMA
@@ -96,6 +96,9 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     dp_replicate: Size = 1
     fp8: bool = False
     optim: str = "adamw"
+    lengths: str = ""
+    packing: bool = False
+    padding_ratio: Amount | None = None  # the share of positions that hold no token, where lengths are drawn
     deepspeed: dict[str, Any] | None = None  # the user's own configuration, merged over what the cell gives
     cell: str  # Cell.name: what resuming goes by
     outcome: Outcome

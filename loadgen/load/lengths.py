@@ -32,10 +32,10 @@ BLOCK = 4096  # lengths that are drawn at once
 GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly between whole numbers
 FAR = 8.0  # standard deviations from the middle, where nothing of a law is left
 
-Stream = Literal["input", "output", "turns", "think", "first", "batch", "thinking"]
+Stream = Literal["input", "output", "turns", "think", "first", "batch", "thinking", "sequence"]
 _STREAMS = {
     "input": 0x1E91, "output": 0x1E92, "turns": 0x1E94, "think": 0x1E95, "first": 0x1E99, "batch": 0x1E98,
-    "thinking": 0x1E9A,
+    "thinking": 0x1E9A, "sequence": 0x1E9C,
     "file": 0x1E93,  # a file's pairs stay pairs: both draw the same line
 }  # fmt: skip
 _FORMS = "a number, uniform:MIN:MAX, normal:MEAN:SD[:MIN:MAX] or lognormal:MEDIAN:SIGMA[:MIN:MAX]"
@@ -147,7 +147,7 @@ class Lengths:
         self.law = law
         self._seed = seed
         self._stream = _STREAMS["file" if law.kind == "file" else stream]
-        self._values = () if law.path is None else _read(law.path)[stream == "output"]
+        self._values = () if law.path is None else _column(law.path, stream)
         self._block = -1
         self._drawn: list[int] = []
 
@@ -245,9 +245,19 @@ def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     return lengths
 
 
+def _column(path: str, stream: Stream) -> tuple[int, ...]:
+    """Of each line what the stream takes of it: a sequence is a prompt and its reply, or one number. Raises
+    WorkloadError."""
+    prompts, replies = _read(path, stream == "sequence")
+    if stream == "sequence":
+        return tuple(map(sum, zip(prompts, replies, strict=True)))
+    return replies if stream == "output" else prompts
+
+
 @functools.lru_cache(maxsize=2)
-def _read(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prompt and reply lengths of a file: two whole numbers a line, parted by a blank, a comma or a tab."""
+def _read(path: str, or_one: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and reply lengths of a file: two whole numbers a line, parted by a blank, a comma or a tab. or_one: or
+    one, with a reply of 0."""
     try:
         lines = read_named(path).decode().splitlines()
     except OSError as error:
@@ -262,12 +272,11 @@ def _read(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not words:
             continue
         values = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 11]
-        if len(words) != 2 or len(values) != 2 or not all(1 <= value <= MOST_TOKENS for value in values):
-            raise WorkloadError(
-                f"{printable(path)} line {number} is not a pair of lengths; give prompt and reply tokens, such as "
-                "512 128."
-            )
-        pairs.append((values[0], values[1]))
+        counted = len(words) == len(values) and len(words) in ((1, 2) if or_one else (2,))
+        if not counted or not all(1 <= value <= MOST_TOKENS for value in values):
+            what = "a length or a pair of lengths" if or_one else "a pair of lengths; give prompt and reply tokens"
+            raise WorkloadError(f"{printable(path)} line {number} is not {what}, such as 512 128.")
+        pairs.append((values[0], values[1] if len(values) > 1 else 0))
     if not pairs:
         raise WorkloadError(f"{printable(path)} holds no lengths; give one pair a line, such as 512 128.")
     prompts, replies = zip(*pairs, strict=True)

@@ -47,6 +47,8 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "loss": (["chunked"], "loss", "chunked"),
     "dp_replicate": (["2"], "dp_replicate", 2),
     "fp8": ([], "fp8", True),
+    "lengths": (["uniform:8:64"], "lengths", "uniform:8:64"),
+    "packing": (["--lengths=8"], "packing", True),
 }
 # Typed for a flag, and the setting of the sweep that it arrives in.
 OF_SETTINGS: dict[str, tuple[list[str], str, Any]] = {
@@ -339,8 +341,16 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
     numbers = {flag: ["1.5", "1e3", "1_000"] for flag in ("timeout", "limit", "host_memory_gb")}
     sizes = ("seq_len", "grad_accum", "lora_rank", "lora_alpha", "steps", "runs", "max_micro_batch")
     numbers |= {flag: ["1e3", "1_000"] for flag in sizes} | {"warmup_steps": ["0", "1e3", "1_000"]}
-    if name not in ("compile", "timeline", "skip", "double_quant", "adamw_8bit", "fp8"):  # which take yes and no
-        assert taken == {"platform": BAD, "checkpoint": [""], **numbers}.get(name, [])
+    if name not in (
+        "compile",
+        "timeline",
+        "skip",
+        "double_quant",
+        "adamw_8bit",
+        "fp8",
+        "packing",
+    ):  # which take yes and no
+        assert taken == {"platform": BAD, "checkpoint": [""], "lengths": ["", "1e3"], **numbers}.get(name, [])
 
 
 def test_an_option_that_changes_nothing_for_a_cell_says_so(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:

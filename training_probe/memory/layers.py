@@ -95,8 +95,8 @@ def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
 
 
 def tokens_in_model(cell: Cell) -> int:
-    """Positions of one sequence, prompt tuning's virtual ones included."""
-    return cell.seq_len + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
+    """Positions of the longest row, prompt tuning's virtual ones included."""
+    return cell.longest + (PROMPT_TOKENS if cell.letters.adapter == "PT" else 0)
 
 
 def layer_bytes(cell: Cell, spec: ModelSpec, batch: int) -> tuple[LayerBytes, ...]:

@@ -137,7 +137,7 @@ class Rank:
             sizes = "" if len(self.kinds) == 1 else f", {kind.sizes}"
             parts += [f"{total} layers x ({kind.formula}{sizes})"] if total or len(self.kinds) == 1 else []
         beyond = outside_bytes(cell, spec, self.batch) if outside and self.head else 0
-        sizes = f"b={self.batch} s={cell.seq_len} h={spec.hidden}"
+        sizes = f"b={self.batch} s={cell.longest} h={spec.hidden}"
         sizes += f" {self.kinds[0].sizes}" if len(self.kinds) == 1 else ""
         text = f"{' + '.join(parts)}, {sizes}" + (f", tp={cell.tp}" if cell.tp > 1 else "")
         return Term("activations", kept + beyond, text + (" + last norm" if beyond else ""))
@@ -149,7 +149,7 @@ class Rank:
         if self.cell.loss == "plain":
             coefficient, what = logits_bytes(self.spec)
             size = coefficient * tokens * self.spec.vocab_size // self.cell.tp
-            text = f"{coefficient} B x {self.batch} x {self.cell.seq_len} x {self.spec.vocab_size} ({what})"
+            text = f"{coefficient} B x {self.batch} x {self.cell.longest} x {self.spec.vocab_size} ({what})"
             return [Term("logits and loss", size, text)]
         table = 0 if self.method.adapter else self.counts.embedding
         if self.cell.loss == "liger":

@@ -249,7 +249,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     remarks = Remarks()
     names = ("Model", "Task", "Engine", "Method")
     columns = [Column(name, left=True) for name in names]
-    columns += [Column(name) for name in ("GPUs", "BS", "Seq", "Tokens/s (std)")]
+    columns += [Column(name) for name in ("GPUs", "BS", "Seq")]
+    columns += [Column("padding", "% of positions", optional=True), Column("Tokens/s (std)")]
     columns += [Column(name, "% of peak", optional=True) for name in ("MFU", "HFU")]
     columns += [Column("step", _MS)]
     columns += [Column(name, "ms in its phases", optional=True) for name in ("forward", "backward", "optimizer")]
@@ -261,6 +262,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
         rows.append((
             paper.model_name(result.model), result.task, engine(result), result.method,
             Number(str(result.gpus), result.gpus), _batch(result, remarks), Number(str(result.seq_len), result.seq_len),
+            known(None if result.padding_ratio is None else 100 * result.padding_ratio),
             speed(result, remarks, oom="OOM"), *map(known, shares),
             known(result.step_ms), known(result.forward_ms), known(result.backward_ms), known(result.optimizer_ms),
             known(result.predicted_memory_gb), known(result.peak_memory_gb), known(result.peak_reserved_gb),
@@ -272,6 +274,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
+    if any(result.lengths for result in results):
+        caption.append("Tokens/s and MFU count no padding; HFU counts what is computed of it.")
     caption += adapter_notes(results)
     table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
@@ -294,6 +298,7 @@ CSV_FIELDS = (
     "seq_len", "grad_accum", "tp", "pp", "cp", "compile", "outcome", "valid", "tokens_per_s", "tokens_per_s_std",
     "tokens_per_s_per_gpu", "ratio_per_gpu", "runs", "mfu_ratio", "hfu_ratio", "step_ms", "forward_ms", "backward_ms",
     "optimizer_ms", "predicted_memory_gb", "peak_memory_gb", "peak_reserved_gb", "energy_j_per_token", "note",
+    "lengths", "packing", "padding_ratio",
 )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             cell=cell, spec=model.spec, config=model.config, warmup_steps=self.warmup_steps, steps=self.steps,
             host_memory_bytes=self.host_memory_bytes,
             deepspeed=self.deepspeed if cell.engine == "deepspeed" else None,
+            rows=() if (drawn := cell.drawn) is None else drawn.replicas,
         )  # fmt: skip
 
 
@@ -307,7 +308,8 @@ class CellRun:
             reason="; ".join([*(sorted(doubts) if ok else [failed.reason]), *self._notes]),
             steps=settings.steps, warmup_steps=settings.warmup_steps, batch_size=cell.micro_batch,
             search=self._attempts, started_unix_s=self._started_unix_s, wall_s=time.monotonic() - self._begun,
-            log=self._log, nodes=list(self._sweep.nodes), deepspeed=settings.trial(cell).deepspeed,
+            log=self._log, nodes=list(self._sweep.nodes), padding_ratio=cell.padding_ratio,
+            deepspeed=settings.trial(cell).deepspeed,
             **self._sweep.around.predicted_fields(cell, settings),
         )  # fmt: skip
         result.add_runs(self._measured)

@@ -75,7 +75,7 @@ def _add_memory(report: RankReport) -> None:
 def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
     import torch
 
-    from training_probe.worker import engines, measure, model
+    from training_probe.worker import batches, engines, measure, model
     from training_probe.worker.measure import nccl_version, own_device, resident_bytes
 
     cell = trial.cell
@@ -86,7 +86,7 @@ def _run(trial: Trial, rank: int, directory: Path) -> RankReport:
         stepper = engines.build(trial, device)
         vocab_size = stepper.vocab_size if isinstance(stepper, engines.Own) else model.vocab_size(trial)
         replica = rank // (cell.tp * cell.cp) % cell.data_parallel
-        micro_batches = measure.batch(trial, replica, device, vocab_size)
+        micro_batches = batches.batch(trial, replica, device, vocab_size)
         if trial.timeline:
             from training_probe.worker.timeline import record
 

@@ -19,6 +19,7 @@ from training_probe import own_deepspeed, trials
 from training_probe.protocol import CLIP_NORM, Trial, Unsupported
 from training_probe.worker import model as models
 from training_probe.worker import optimizers, sharding
+from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
 
@@ -40,7 +41,7 @@ class _Phased:
 
     pipelined = False
 
-    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+    def forward_backward(self, micro_batches: list[Inputs]) -> Tensor:
         raise NotImplementedError
 
 
@@ -60,10 +61,14 @@ class Own(_Phased):
         built = script(trial.cell)
         if lacking := trials.lacking(built):
             raise Unsupported(f"what {entry.value} built ({type(built).__name__}) lacks {', '.join(lacking)}")
-        self.forward, self.backward, self.step = built.forward, built.backward, built.step
+        self._forward, self.backward, self.step = built.forward, built.backward, built.step
         self.optimizer, self.vocab_size = str(built.optimizer), int(built.vocab_size)
         whole, trained = built.parameters
         self.parameters = (int(whole), int(trained))
+
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
+        loss: Tensor = self._forward(inputs["input_ids"], last)
+        return loss
 
 
 class DeepSpeed(_Phased):
@@ -89,8 +94,8 @@ class DeepSpeed(_Phased):
         )
         self.optimizer = optimizers.named(getattr(optimizer, "optimizer", optimizer))
 
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
-        loss: Tensor = self.engine(input_ids=tokens, labels=tokens).loss
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
+        loss: Tensor = self.engine(**inputs).loss
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -137,9 +142,9 @@ class _Torch(_Phased):
         label = optimizers.named(self.adam)
         self.optimizer = label + (" fused" if label.endswith("AdamW") else "")
 
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
         self._synchronise(last)
-        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        loss: Tensor = self.model(**inputs).loss
         return loss
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -206,9 +211,9 @@ class Fsdp2(_Torch):
         _fill_shards(model, trial.seed, device)
         super().__init__(trial, model)
 
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
         with sharding.loss_by_parts(self._cell):
-            return sharding.local(super().forward(tokens, last))
+            return sharding.local(super().forward(inputs, last))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         with sharding.loss_by_parts(self._cell):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from training_probe.conditions import Watch
 from training_probe.protocol import STEPS_FILE, RankReport, Step, Trial
+from training_probe.worker.batches import Inputs
 
 LAG_STEPS = 2  # steps in flight before one is read
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -36,12 +37,12 @@ class Stepper(Protocol):
     parameters: tuple[int, int]  # of the whole model; those that train
     pipelined: bool  # forward and backward passes interleave: only `forward_backward` is called
 
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
-        """The mean loss of a (micro batch, sequence) of token ids that are their own labels."""
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
+        """The mean loss of a micro batch."""
 
     def backward(self, loss: Tensor, last: bool) -> None: ...
 
-    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+    def forward_backward(self, micro_batches: list[Inputs]) -> Tensor:
         """Both passes of all micro batches; their mean loss."""
 
     def step(self) -> None:
@@ -78,19 +79,10 @@ def clock_of(device: torch.device) -> Any:
     return _GpuClock() if device.type == "cuda" else _CpuClock()
 
 
-def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> list[Tensor]:
-    """The micro batches of a step, (micro batch, sequence) token ids each: the same in every step, others on every
-    replica."""
-    cell = trial.cell
-    generator = torch.Generator().manual_seed(trial.seed * 65_537 + replica)
-    shape = (cell.grad_accum, cell.micro_batch or 1, cell.seq_len)
-    return list(torch.randint(vocab_size, shape, generator=generator).to(device))
-
-
 class Run:
     """The steps of one rank."""
 
-    def __init__(self, trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device) -> None:
+    def __init__(self, trial: Trial, stepper: Stepper, micro_batches: list[Inputs], device: torch.device) -> None:
         self._trial, self._stepper, self._micro_batches = trial, stepper, micro_batches
         self.clock: Any = clock_of(device)
         total = trial.warmup_steps + trial.steps
@@ -154,7 +146,7 @@ class Run:
 def measure(
     trial: Trial,
     stepper: Stepper,
-    micro_batches: list[Tensor],
+    micro_batches: list[Inputs],
     device: torch.device,
     directory: Path,
     base_bytes: int,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, Trial, Unsupported, learning_rate
 from training_probe.worker import model as models
+from training_probe.worker.batches import Inputs
 
 
 class Megatron:
@@ -97,17 +98,17 @@ class Megatron:
         model.train()
         return model
 
-    def forward(self, tokens: Tensor, last: bool) -> Tensor:
+    def forward(self, inputs: Inputs, last: bool) -> Tensor:
         if hasattr(self._module, "require_backward_grad_sync"):
             self._module.require_backward_grad_sync = last
-        return self._losses(self._module, tokens).mean()
+        return self._losses(self._module, inputs).mean()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         (loss / self._cell.grad_accum).backward()
         if last:
             self._reduce()
 
-    def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
+    def forward_backward(self, micro_batches: list[Inputs]) -> Tensor:
         """All micro batches through the pipeline; the mean loss, on every stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -115,7 +116,7 @@ class Megatron:
             mean = losses.float().mean()
             return mean, {"loss": mean.detach().clone()}  # the schedule divides `mean` in place
 
-        def forward_step(batches: Iterator[Tensor], module: nn.Module) -> tuple[Tensor, Any]:
+        def forward_step(batches: Iterator[Inputs], module: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(module, next(batches)), loss_of
 
         kept = get_forward_backward_func()(
@@ -140,8 +141,9 @@ class Megatron:
             self._module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _losses(self, module: nn.Module, tokens: Tensor) -> Tensor:
+    def _losses(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """A loss a position on the last stage, (micro batch, sequence - 1); on the others what goes on to the next."""
+        tokens = inputs["input_ids"]
         positions = torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
         labels = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
         mask = None

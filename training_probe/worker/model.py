@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
-from training_probe.worker import layers, loss
+from training_probe.worker import batches, layers, loss
 
 STD = 0.02
 
@@ -91,18 +91,20 @@ def _attention(trial: Trial) -> str:
     usual = "eager" if trial.cell.attention == "eager" else "sdpa"
     selective = trial.cell.letters.recompute == "selective"
     named = trial.profile and usual == "eager"
-    if not (selective or named):
+    packed = trial.cell.packing and trial.cell.attention == "flash"
+    if not (selective or named or packed):
         return usual
-    attention = ALL_ATTENTION_FUNCTIONS[usual] if usual == "sdpa" else _own_eager
+    attention = batches.packed_flash if packed else _own_eager if usual == "eager" else ALL_ATTENTION_FUNCTIONS[usual]
     if named:
         from training_probe.worker import scopes
 
         attention = scopes.eager(attention)
     if selective:
         attention = _recomputed(attention)
-    name = f"own_{usual}"
+    name = f"{'packed' if packed else 'own'}_{usual}"
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
+    if not packed:  # without a mask of that name there is none
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     return name
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from training_probe.conditions import Watch, worst
 from training_probe.protocol import PHASE, PROFILE_FILE, TRACE_FILE, Profile, RankReport, Trial, write_atomically
+from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper, clock_of, nvml_handle
 
 
 def record(
-    trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device, directory: Path
+    trial: Trial, stepper: Stepper, micro_batches: list[Inputs], device: torch.device, directory: Path
 ) -> RankReport:
     """Warms up, times `steps` steps bare, then traces as many. Only rank 0 is traced; the others just train."""
 
@@ -78,7 +78,7 @@ def record(
     )
 
 
-def _step(stepper: Stepper, micro_batches: list[Tensor]) -> None:
+def _step(stepper: Stepper, micro_batches: list[Inputs]) -> None:
     for left in reversed(range(len(micro_batches))):
         with record_function(PHASE + "forward"):
             loss = stepper.forward(micro_batches[-1 - left], left == 0)

@@ -16,11 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from training_probe.memory.blocks import PhaseStart, allocations, blocks, categorised
 from training_probe.protocol import TIMELINE_FILE, TIMELINE_STEPS, RankReport, Trial, write_atomically
+from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
 
 def record(
-    trial: Trial, stepper: Stepper, micro_batches: list[Tensor], device: torch.device, directory: Path
+    trial: Trial, stepper: Stepper, micro_batches: list[Inputs], device: torch.device, directory: Path
 ) -> RankReport:
     """Trains `TIMELINE_STEPS` steps under the profiler; rank 0 writes the timeline. Nothing of it is timed."""
     spans: list[PhaseStart] = []

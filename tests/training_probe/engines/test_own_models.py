@@ -74,13 +74,13 @@ def trial(name: str, engine: str, method: str) -> Trial:
 def losses(asked: Trial) -> list[float]:
     import torch
 
-    from training_probe.worker import engines, measure, model
+    from training_probe.worker import batches, engines, model
 
     device, linear = torch.device("cpu"), torch.nn.functional.linear
     found = []
     with model.attention_kernel(asked.cell):
         stepper = engines.build(asked, device)
-        (batch,) = measure.batch(asked, 0, device, model.vocab_size(asked))
+        (batch,) = batches.batch(asked, 0, device, model.vocab_size(asked))
         for _ in range(STEPS):
             loss = stepper.forward(batch, True)
             stepper.backward(loss, True)
@@ -95,7 +95,7 @@ def reference(torch: Any, name: str, *, masters: bool) -> list[float]:
     """A plain loop. masters: fp32 weights beside the bf16 ones, as ZeRO and FSDP2 keep them."""
     import transformers
 
-    from training_probe.worker import measure, model
+    from training_probe.worker import batches, model
 
     config = transformers.AutoConfig.for_model(**config_of(name)).get_text_config()
     config.pad_token_id = None
@@ -110,10 +110,10 @@ def reference(torch: Any, name: str, *, masters: bool) -> list[float]:
     adam = torch.optim.AdamW(
         trained, lr=learning_rate(grid.Method()), betas=BETAS, weight_decay=WEIGHT_DECAY
     )  # fmt: skip
-    (batch,) = measure.batch(trial(name, "ddp", "Naive"), 0, torch.device("cpu"), config.vocab_size)
+    (batch,) = batches.batch(trial(name, "ddp", "Naive"), 0, torch.device("cpu"), config.vocab_size)
     found = []
     for _ in range(STEPS):
-        loss = plain(input_ids=batch, labels=batch).loss
+        loss = plain(**batch).loss
         loss.backward()
         if masters:
             for master, parameter in zip(trained, own, strict=True):

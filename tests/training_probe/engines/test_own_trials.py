@@ -39,19 +39,18 @@ def swept(directory: Path, *options: str, **env: str) -> list[CellResult]:
 
 def expected_losses(torch: Any, cell: Cell) -> list[float]:
     """The losses of rank 0 of the same model, trained here on the batches of both ranks."""
-    from training_probe.worker import measure
+    from training_probe.worker import batches
 
     model = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    batches = [measure.batch(Trial(cell=cell), rank, torch.device("cpu"), 64) for rank in range(2)]
+    of_ranks = [batches.batch(Trial(cell=cell), rank, torch.device("cpu"), 64) for rank in range(2)]
+    ids = [inputs["input_ids"] for of_rank in of_ranks for inputs in of_rank]
     found = []
     for _ in range(STEPS):
         losses = [
-            torch.nn.functional.cross_entropy(model(each[:, :-1]).flatten(0, 1), each[:, 1:].flatten())
-            for batch in batches
-            for each in batch
+            torch.nn.functional.cross_entropy(model(each[:, :-1]).flatten(0, 1), each[:, 1:].flatten()) for each in ids
         ]
         torch.stack(losses).mean().backward()
         sgd.step()
@@ -93,14 +92,14 @@ def test_a_script_that_cannot_be_loaded_says_so(
 
 def test_a_deepspeed_configuration_of_ones_own_is_trained_with(alone: Any) -> None:
     """Where it only divides work otherwise, the loss is the same."""
-    from training_probe.worker import engines, measure
+    from training_probe.worker import batches, engines
 
     device, buckets, losses = alone.device("cpu"), [], []
     own = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "train_micro_batch_size_per_gpu": "auto"}
     for config in (None, own):
         asked = tiny.trial(tiny.cell("deepspeed", "Z2"), deepspeed=config)
         stepper: Any = engines.build(asked, device)
-        (batch,) = measure.batch(asked, 0, device, tiny.SPEC.vocab_size)
+        (batch,) = batches.batch(asked, 0, device, tiny.SPEC.vocab_size)
         for _ in range(STEPS):
             loss = stepper.forward(batch, True)
             stepper.backward(loss, True)

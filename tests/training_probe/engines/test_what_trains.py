@@ -22,13 +22,13 @@ class Training:
     """One trial in this process, whose model can be looked at."""
 
     def __init__(self, torch: Any, engine: str, method: str, **more: Any) -> None:
-        from training_probe.worker import engines, measure, model
+        from training_probe.worker import batches, engines, model
 
         self.trial = tiny.trial(tiny.cell(engine, method, **more))
         device = torch.device("cpu")
         self._kernel = model.attention_kernel
         self.stepper: Any = engines.build(self.trial, device)
-        self._batch = measure.batch(self.trial, 0, device, tiny.SPEC.vocab_size)
+        self._batch = batches.batch(self.trial, 0, device, tiny.SPEC.vocab_size)
         self.model = self.stepper.engine.module if engine == "deepspeed" else self.stepper.model
 
     def gradients(self) -> None:
