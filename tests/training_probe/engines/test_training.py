@@ -56,6 +56,8 @@ MUON, BY_MUON = {"optim": "muon"}, [
 ]  # fmt: skip
 IN_CHUNKS = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("deepspeed", "L+Z3"), ("ddp", "PT")]
 BY_LIGER = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("ddp", "L")]
+PACKED = {"lengths": "lognormal:10:0.7", "packing": True}
+IN_ROWS = [("ddp", "F"), ("fsdp2", "F+Z3"), ("deepspeed", "Z2")]
 LATER = [
     *((engine, method, SMALL_LORA) for engine, method in LORAS),
     *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
@@ -64,6 +66,7 @@ LATER = [
     *((engine, method, MUON) for engine, method in BY_MUON),
     *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
     *((engine, method, LIGER) for engine, method in BY_LIGER),
+    *((engine, method, PACKED) for engine, method in IN_ROWS),
 ]
 THREE_TIMES, AT_ONCE = {"micro_batch": 1, "grad_accum": 3}, {"micro_batch": 3}  # of the same three sequences
 
@@ -321,6 +324,12 @@ def test_a_loss_without_whole_logits_is_the_same(
 ) -> None:
     expected = trained.losses(tiny.cell(engine, method, gpus))
     assert trained.losses(tiny.cell(engine, method, gpus, loss=loss)) == pytest.approx(expected, abs=SAME)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_engines_agree_on_packed_rows(trained: Trained, gpus: int) -> None:
+    found = [trained.losses(tiny.cell(*each, gpus, **PACKED)) for each in IN_ROWS]
+    assert found[1] == pytest.approx(found[2], abs=SAME) and found[0] == pytest.approx(found[2], abs=10 * AGREE)
 
 
 def test_two_replicas_see_different_sequences(trained: Trained) -> None:

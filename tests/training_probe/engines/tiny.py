@@ -34,4 +34,5 @@ def cell(engine: str, method: str, gpus: int = 1, **more: Any) -> Cell:
 
 
 def trial(of: Cell, **more: Any) -> Trial:
-    return Trial(cell=of, **{"spec": SPEC, "warmup_steps": WARMUP_STEPS, "steps": STEPS, **more})
+    rows = () if of.drawn is None else of.drawn.replicas
+    return Trial(cell=of, **{"spec": SPEC, "rows": rows, "warmup_steps": WARMUP_STEPS, "steps": STEPS, **more})

@@ -142,6 +142,15 @@ def test_columns_without_a_number_are_left_out_of_the_table_of_all_cells() -> No
     assert (row["% of peak: MFU"], row["Energy: J/token"], row["GiB: predicted"]) == ("31.50", "0.250", "30.00")
 
 
+def test_padding_has_a_column_where_lengths_are_drawn() -> None:
+    drawn = result("F", lengths="uniform:8:64", packing=True, engine="ddp", said={"padding_ratio": 0.125})
+    table = only([drawn], "cells")
+    row = shown(table)
+    assert row["% of positions: padding"] == "12.50" and row["Tokens/s (std)"].startswith("1,000")
+
+    assert "padding" not in {column.head for column in only([result("F")], "cells").columns}
+
+
 def test_no_results_no_tables() -> None:
     assert tables.build([]) == []
 
