@@ -164,6 +164,7 @@ class Client:
     async def prepare(self) -> WarmUp:
         """Draws what is due first, warms the server up, and opens connections. Raises TransportError."""
         await self.transport.open(1)  # before any work, since nobody may be there
+        gc.disable()  # until the run ends: neither what is prepared nor the load makes cycles
         at_zero = self.job.streams or sum(due == 0 for due in self.due_ns)
         if self._begun_at_most is not None:
             at_zero = min(at_zero, self._begun_at_most)
@@ -184,7 +185,6 @@ class Client:
             # Last, because servers close connections that stay idle.
             await self.transport.open(max(at_zero, min(len(self.due_ns), SPARE_CONNECTIONS)))
         gc.freeze()  # nothing of it is looked at again
-        gc.disable()  # until the run ends, which makes no cycles
         return warm_up
 
     async def _warm_up(self) -> WarmUp:
