@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 import msgspec
 
 from backends import catalog
-from backends.decoder import Attention, LatentAttention, ModelSpec
+from backends.decoder import Attention, LatentAttention, ModelSpec, Recurrent
 from backends.exit_codes import UserError, check_least
 from loadgen.load import lengths as laws
 from training_probe.llama_shape import LlamaShape
@@ -142,7 +142,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One training configuration. Sizes are per process where they say so.
 
     gpus: processes, one a GPU (on the CPU: one process each). micro_batch: sequences a process takes at once, None: the
-    largest that fits is searched. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2), the layers, a sequence.
+    largest that fits is searched. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2), the layers (Megatron), a
+    sequence (FSDP2).
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
     The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype: of L and QL.
@@ -201,8 +202,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Among how many GPUs ZeRO divides: with HSDP those of one replica."""
-        return self.data_parallel // self.dp_replicate
+        """Among how many GPUs ZeRO divides: with HSDP those of one replica, with CP also those that share sequences."""
+        return self.data_parallel * self.cp // self.dp_replicate
 
     @property
     def recomputed_every(self) -> int | None:
@@ -254,8 +255,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row of a micro batch, padding included."""
-        return self.seq_len if (drawn := self.drawn) is None else drawn.longest
+        """Tokens that one GPU has of the longest row of a micro batch, padding included."""
+        return self.seq_len // self.cp if (drawn := self.drawn) is None else drawn.longest
 
     @property
     def padding_ratio(self) -> float | None:
@@ -502,6 +503,8 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
     yield from _of_targets(cell, spec)
     yield from _of_packing(cell, spec)
     yield from _of_attention(cell, spec)
+    if cell.cp > 1:
+        yield from _of_ring(cell, spec)
     mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
     if mixture and (method.four_bit or cell.engine == "megatron"):
         yield "experts are neither quantized to 4 bits nor built for Megatron here"
@@ -532,7 +535,7 @@ def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:
     for name, width in widths.items():
         if width // (1 if name == "hidden_size" else cell.tp) % 16:
             yield f"fp8 products take multiples of 16, and {spec.name} has a {name} of {width}"
-    tokens = cell.seq_len * (cell.micro_batch or 1)
+    tokens = cell.longest * (cell.micro_batch or 1)
     if tokens % 16:
         yield f"fp8 products take multiples of 16 tokens, and a micro batch has {tokens}"
 
@@ -586,8 +589,6 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
     if cell.compile and cell.engine not in ("fsdp2", "ddp"):
         yield "compiled layers are built for fsdp2 and ddp only"
     if cell.engine == "megatron":
-        if cell.cp > 1:
-            yield "Megatron's context parallelism needs Transformer Engine, which this probe does not use"
         if method.zero > 1 or method.offload or method.four_bit or method.adapter:
             yield "Megatron knows of these letters R, F and Z1 (its distributed optimizer) only"
         if method.zero and cell.device == "cpu":
@@ -653,8 +654,10 @@ def _of_packing(cell: Cell, spec: ModelSpec) -> Iterator[str]:
 
 def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:
     """What TP and HSDP go with."""
-    if cell.pp * cell.cp > 1 and cell.engine != "megatron":
-        yield "PP and CP are Megatron's (--engine megatron)"
+    if cell.pp > 1 and cell.engine != "megatron":
+        yield "PP is Megatron's (--engine megatron)"
+    if cell.cp > 1:
+        yield from _of_context(cell, method)
     if cell.tp > 1 and cell.engine not in ("megatron", "fsdp2"):
         yield "TP is built for megatron and fsdp2 only"
     if cell.tp > 1 and cell.engine == "fsdp2" and (method.adapter or method.offload):
@@ -667,3 +670,31 @@ def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:
         yield "HSDP (--dp-replicate) is FSDP2's (--engine fsdp2)"
     if cell.dp_replicate > 1 and cell.gpus % (cell.tp * cell.dp_replicate):
         yield f"{cell.gpus} GPUs cannot be divided into {cell.dp_replicate} replicas with TP {cell.tp}"
+
+
+def _of_context(cell: Cell, method: Method) -> Iterator[str]:
+    """What context parallelism goes with: torch's ring attention over sequences that are divided."""
+    if cell.engine == "megatron":
+        yield "Megatron's context parallelism needs Transformer Engine, which this probe does not use; use fsdp2 for CP"
+    elif cell.engine != "fsdp2":
+        yield "CP is torch's ring attention, which is built for fsdp2 only"
+    if cell.attention != "flash":
+        yield "CP is a ring of FlashAttention; add the letter F"
+    if method.adapter == "PT":
+        yield "the virtual tokens of PT are in no part of a sequence that CP divides; use L"
+    if cell.checkpoint == "op":
+        yield "--checkpoint op would keep every step of CP's ring; use R, or --checkpoint with a number"
+    if cell.compile:
+        yield "compiled layers were not built for CP's ring; leave --compile out"
+    if cell.seq_len % (2 * cell.cp):
+        yield f"{cell.seq_len} tokens cannot be divided into two parts for each of the {cell.cp} GPUs of CP"
+
+
+def _of_ring(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """What torch's ring attention does not compute, beside what its kernel does not."""
+    for kind in spec.kinds:
+        attention = kind.attention
+        if isinstance(attention, Recurrent):
+            yield f"linear attention, as {spec.name} has it, passes a state along a sequence, which CP divides"
+        elif attention.window is not None and attention.window.tokens <= cell.seq_len:
+            yield f"CP's ring has no windows, and {spec.name} has those of {attention.window.tokens} tokens"

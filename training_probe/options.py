@@ -138,7 +138,7 @@ class Grid:
     grad_accum: Annotated[int, _cells("Micro batches to an optimizer step.", converter=whole)] = 1
     tp: Annotated[int, _cells("Tensor parallel (megatron, fsdp2).", converter=whole)] = 1
     pp: Annotated[int, _cells("Pipeline parallel (megatron).", converter=whole)] = 1
-    cp: Annotated[int, _cells("Context parallel (megatron).", converter=whole)] = 1
+    cp: Annotated[int, _cells("Context parallel, by torch's ring attention (fsdp2, with F).", converter=whole)] = 1
     attention: Annotated[Literal["eager", "math"], _cells("What attention is without the letter F.")] = "eager"
     compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).", show_default=False)] = False
     device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None

@@ -16,6 +16,8 @@ from backends.decoder import ModelSpec
 from training_probe import llama_shape
 from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible, settled
 
+RING = {"method": "F+Z3", "engine": "fsdp2", "cp": 2, "gpus": 2}
+
 
 def spec(name: str) -> ModelSpec:
     found = llama_shape.known(name)
@@ -133,7 +135,15 @@ def test_the_letter_f_is_flash_attention() -> None:
     ("method", "fields", "why"),
     [
         ("Naive", {"tp": 2, "gpus": 2}, "TP is built for megatron and fsdp2"),
-        ("Naive", {"pp": 2, "gpus": 2}, "PP and CP are Megatron's"),
+        ("Naive", {"pp": 2, "gpus": 2}, "PP is Megatron's"),
+        ("F+Z3", {"cp": 2, "gpus": 2, "seq_len": 512}, "built for fsdp2 only"),
+        ("F", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "ddp"}, "built for fsdp2 only"),
+        ("Z3", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "fsdp2"}, "add the letter F"),
+        ("PT+F+Z3", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "fsdp2", "task": "finetune"}, "tokens of PT"),
+        ("F+Z3", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "fsdp2", "checkpoint": "op"}, "step of CP's ring"),
+        ("F+Z3", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "fsdp2", "compile": True}, "leave --compile out"),
+        ("F+Z3", {"cp": 2, "gpus": 2, "engine": "fsdp2"}, "350 tokens cannot be divided into two parts"),
+        ("F+Z3", {"cp": 2, "gpus": 3, "seq_len": 512, "engine": "fsdp2"}, "groups of TP x PP x CP = 2"),
         ("L+Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "task": "finetune"}, "without adapters and O"),
         ("Z3+O", {"tp": 2, "gpus": 2, "engine": "fsdp2"}, "without adapters and O"),
         ("Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "loss": "liger"}, "--loss plain"),
@@ -150,7 +160,7 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Naive", {"fp8": True, "engine": "ddp"}, "multiples of 16 tokens, and a micro batch has 350"),
         ("Naive", {"fp8": True, "engine": "ddp", "seq_len": 512, "model": "mixtral-8x7b"}, "fp8"),
         ("Z3", {"compile": True}, "fsdp2 and ddp only"),
-        ("Naive", {"engine": "megatron", "cp": 2, "gpus": 2}, "Transformer Engine"),
+        ("Naive", {"engine": "megatron", "cp": 2, "gpus": 2}, "Transformer Engine, which this probe does not use"),
         ("Z2", {"engine": "megatron"}, "R, F and Z1"),
         ("Z1+O", {"engine": "megatron"}, "R, F and Z1"),
         ("Q", {"engine": "megatron"}, "R, F and Z1"),
@@ -206,6 +216,8 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
         ("L+Z2", {"task": "finetune", "adamw_8bit": True}),
         ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
         ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
+        ("F+Z3", {"engine": "fsdp2", "gpus": 8, "cp": 2, "tp": 2, "seq_len": 4096}),
+        ("L+F+R+Z3+O", {"task": "finetune", "engine": "fsdp2", "gpus": 4, "cp": 4, "seq_len": 4096, "dp_replicate": 2}),
     ],
 )  # fmt: skip
 def test_what_can_be_run_has_none(method: str, fields: dict[str, Any]) -> None:
@@ -225,6 +237,14 @@ def test_what_can_be_run_has_none(method: str, fields: dict[str, Any]) -> None:
         ("gemma-3-27b", 1024, {"method": "F", "device": "cpu"}, None),
         ("gemma-3-27b", 1024, {"attention": "math"}, None),
         ("qwen3-8b", 4096, {"method": "F"}, None),
+        (
+            "gemma-3-27b",
+            1024,
+            {**RING, "device": "cpu"},
+            "ring has no windows, and gemma-3-27b has those of 1024 tokens",
+        ),
+        ("gemma-3-27b", 1020, RING, None),
+        ("qwen3-8b", 4096, RING, None),
     ],
 )
 def test_what_torchs_attention_does_not_compute_is_eager(
@@ -329,6 +349,7 @@ def test_a_grid_is_every_combination_once_in_reading_order() -> None:
         ({"gpus": 8, "micro_batch": 2, "grad_accum": 4, "seq_len": 100}, 8 * 2 * 4 * 100),
         ({"gpus": 8, "tp": 4, "engine": "megatron"}, 2 * 350),  # one sequence for the four that share its layers
         ({"gpus": 8, "tp": 2, "pp": 2, "grad_accum": 3, "engine": "megatron"}, 2 * 3 * 350),
+        ({"gpus": 8, "cp": 4, "micro_batch": 2, "engine": "fsdp2"}, 2 * 2 * 350),  # four share a sequence
     ],
 )
 def test_tokens_of_a_step(fields: dict[str, Any], tokens: int) -> None:

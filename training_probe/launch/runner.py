@@ -301,7 +301,7 @@ def job_of(trial: Trial, directory: Path, how: Launching) -> Job:
     """A run in `directory`: one process a GPU of the cell."""
     cell = trial.cell
     env = {}
-    if cell.engine == "megatron" and cell.tp * cell.cp > 1 and ONE_QUEUE not in os.environ:
+    if cell.engine == "megatron" and cell.tp > 1 and ONE_QUEUE not in os.environ:
         env[ONE_QUEUE] = "1"  # its backward pass relies on it: an all-reduce runs ahead of the weights' gradients
     if cell.loss == "liger" and cell.device == "cpu":
         env[INTERPRETED] = "1"  # read when Triton is imported: its kernels are then operations of the CPU, one by one

@@ -265,7 +265,7 @@ def _heads(
         keys_and_values = attention.query_width + output
     each = 4 if cell.attention == "math" and not recomputed else 2
     copies = int(input_kept)
-    if fused and not recomputed and (not input_kept or operators.output_copied):
+    if fused and not recomputed and (not input_kept or operators.output_copied or cell.cp > 1):
         copies += 1  # the kernel's own
     return each * (attention.query_width + keys_and_values) + 2 * output * copies
 
@@ -334,4 +334,14 @@ def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
     scores = 8.0 * attention.heads * tokens_in_model(cell)
     linear = cell.attention == "flash" or isinstance(attention, Recurrent)
     alive = 8.0 * query + 2.0 * values if linear else scores
+    if cell.cp > 1:
+        alive += _around_ring(cell, attention, query, values)
     return max(gradients, alive / cell.tp - freed)
+
+
+def _around_ring(cell: Cell, attention: Attention | LatentAttention | Recurrent, query: int, values: int) -> float:
+    """Bytes per token that the backward pass of a ring has beside the gradients of one of its steps: gradients summed
+    in fp32, those of keys and values as they are sent and received too; keys and values of all ranks, and as they are
+    sent; the gradients of the step before."""
+    both = 2 * attention.kv_heads * attention.head_dim if isinstance(attention, Attention) else query + values
+    return 4.0 * query + 3 * 4.0 * both + 2.0 * both * (cell.cp + 1) + 2.0 * (query + both)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training_probe import own_deepspeed, trials
 from training_probe.protocol import CLIP_NORM, Trial, Unsupported
 from training_probe.worker import model as models
-from training_probe.worker import optimizers, sharding
+from training_probe.worker import optimizers, ring, sharding
 from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
@@ -144,6 +144,9 @@ class _Torch(_Phased):
 
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
         self._synchronise(last)
+        return self._loss(inputs)
+
+    def _loss(self, inputs: Inputs) -> Tensor:
         loss: Tensor = self.model(**inputs).loss
         return loss
 
@@ -187,6 +190,7 @@ class Fsdp2(_Torch):
 
         self._cell = cell = trial.cell
         mesh = sharding.mesh_of(cell, device)
+        self._part = ring.Part(cell, device) if cell.cp > 1 else None
         with torch.device("meta"):
             model = models.adapt(models.build(trial), trial)
         if cell.letters.adapter is None:
@@ -214,6 +218,9 @@ class Fsdp2(_Torch):
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
         with sharding.loss_by_parts(self._cell):
             return sharding.local(super().forward(inputs, last))
+
+    def _loss(self, inputs: Inputs) -> Tensor:
+        return super()._loss(inputs) if self._part is None else self._part.loss(self.model, inputs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         with sharding.loss_by_parts(self._cell):

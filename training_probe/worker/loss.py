@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from training_probe.grid import LOSS_CHUNKS, Cell
 from training_probe.protocol import Unsupported
@@ -22,7 +23,8 @@ IGNORED = -100  # the label of tokens that have no loss, transformers' as well
 
 
 def join_head(model: Any, cell: Cell) -> None:
-    """Makes the model's loss that of the cell, over its head and labels. Raises Unsupported."""
+    """Makes the model's loss that of the cell, over its head and labels (with CP those are the tokens that follow).
+    Raises Unsupported."""
     head = model.get_output_embeddings()
     plain = head.forward
     own = _liger if cell.loss == "liger" else _chunked
@@ -37,12 +39,18 @@ def join_head(model: Any, cell: Cell) -> None:
     def loss(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
         if [logits.data_ptr()] != passed_on:
             raise Unsupported(f"{type(model).__name__} does more to its logits than its head does")
-        following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        following = labels if cell.cp > 1 else functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         joint: Tensor = head(logits.flatten(0, 1), following.flatten())
         return joint
 
     head.forward = forward
     model.loss_function = loss
+
+
+def of_following(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """transformers' own mean loss where labels are the tokens that follow, as with context parallelism."""
+    mean: Tensor = ForCausalLMLoss(logits, labels, vocab_size, shift_labels=labels)
+    return mean
 
 
 def _chunked(head: nn.Module, plain: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor) -> Tensor:

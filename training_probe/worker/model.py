@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
-from training_probe.worker import batches, layers, loss
+from training_probe.worker import batches, layers, loss, ring
 
 STD = 0.02
 
@@ -46,6 +46,10 @@ def construct(trial: Trial) -> nn.Module:
     model.train()
     if cell.loss != "plain":
         loss.join_head(model, cell)
+    elif cell.cp > 1:
+        model.loss_function = loss.of_following
+    if cell.cp > 1:
+        ring.check(config)
     if cell.letters.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cell.fp8:
@@ -88,7 +92,7 @@ def _config(trial: Trial) -> Any:
 
 def _attention(trial: Trial) -> str:
     """The name that transformers knows the cell's attention by."""
-    usual = "eager" if trial.cell.attention == "eager" else "sdpa"
+    usual = "eager" if trial.cell.attention == "eager" else "sdpa" if trial.cell.cp == 1 else ring.NAME
     selective = trial.cell.letters.recompute == "selective"
     named = trial.profile and usual == "eager"
     packed = trial.cell.packing and trial.cell.attention == "flash"

@@ -50,7 +50,7 @@ def live(already: Iterable[Any]) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "elem"):  # not what waits for a collective
                     self.add(tensor)
             return out
 

@@ -1,5 +1,5 @@
-"""Activation checkpointing, tensor parallelism, HSDP and fp8 on the real engines: each trains, and reaches the losses
-of the same model without it."""
+"""Activation checkpointing, tensor and context parallelism, HSDP and fp8 on the real engines: each trains, and reaches
+the losses of the same model without it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,22 @@ DIVIDED = [
     tiny.cell("fsdp2", "L+Z3", 2, dp_replicate=2),
     tiny.cell("fsdp2", "Z3", 4, dp_replicate=2), tiny.cell("fsdp2", "Z3", 4, tp=2),
     tiny.cell("fsdp2", "Z3", 4, tp=2, dp_replicate=2),
+    *(tiny.cell("fsdp2", method, 2, cp=2) for method in ("F+Z3", "F+Z2", "F+R+Z3", "F+RS+Z3", "F+Z3+O", "L+F+Z3")),
+    tiny.cell("fsdp2", "F+Z3", 2, cp=2, grad_accum=3), tiny.cell("fsdp2", "F+Z3", 2, cp=2, checkpoint="2"),
+    tiny.cell("fsdp2", "F+Z3", 2, cp=2, loss="chunked"), tiny.cell("fsdp2", "F+Z3", 2, cp=2, fp8=True),
+    tiny.cell("fsdp2", "F+Z3", 4, cp=4), tiny.cell("fsdp2", "F+Z3", 4, cp=2), tiny.cell("fsdp2", "F+Z3", 4, cp=2, tp=2),
+    tiny.cell("fsdp2", "F+Z3", 4, cp=2, dp_replicate=2),
 ]  # fmt: skip
 
 
 def reference(cell: Cell) -> Cell:
     """The same sequences in as many processes as it has replicas, without what is tried here."""
     more = {"grad_accum": cell.grad_accum}
-    method = cell.method.replace("R+", "").replace("F+", "")
+    method = cell.method.replace("RS+", "").replace("R+", "").replace("F+", "")
     if cell.engine == "ddp" and method in ("R", "F"):
         method = "Naive"
     if cell.engine == "fsdp2":
-        method = method.replace("Z2+O", "Z3").replace("Z2", "Z3")
+        method = method.replace("+O", "").replace("Z2", "Z3")
     return tiny.cell(cell.engine, method, cell.data_parallel, **more)
 
 
@@ -70,9 +75,11 @@ def test_it_trains_to_the_losses_of_the_reference(trained: Trained, cell: Cell) 
     assert ("fp8 emulated" in versions.get("torchao", "")) == cell.fp8
 
 
-@pytest.mark.parametrize("cell", [cell for cell in DIVIDED if cell.tp > 1], ids=lambda cell: cell.name)
-def test_ranks_of_a_tensor_parallel_group_take_the_same_sequences(trained: Trained, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in DIVIDED if cell.tp * cell.cp > 1], ids=lambda cell: cell.name)
+def test_ranks_of_a_group_take_the_same_sequences(trained: Trained, cell: Cell) -> None:
     losses = [list(report.losses) for report in trained.reports(cell)]
-    for first in range(0, cell.gpus, cell.tp):
-        assert losses[first] == pytest.approx(losses[first + 1], abs=1e-6)
+    together = cell.tp * cell.cp
+    for first in range(0, cell.gpus, together):
+        for other in range(first + 1, first + together):
+            assert losses[first] == pytest.approx(losses[other], abs=1e-6)
     assert len({group[0] for group in losses}) == cell.data_parallel

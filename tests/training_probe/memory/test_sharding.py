@@ -76,9 +76,10 @@ def test_what_is_kept_of_experts_by_operator_was_not_counted() -> None:
     [
         ({"gpus": 8}, 8), ({"gpus": 8, "dp_replicate": 2}, 4), ({"gpus": 8, "dp_replicate": 8}, 1),
         ({"gpus": 8, "tp": 2}, 8), ({"gpus": 8, "tp": 2, "dp_replicate": 2}, 4),
+        ({"gpus": 8, "cp": 4}, 8), ({"gpus": 8, "cp": 2, "tp": 2}, 8), ({"gpus": 8, "cp": 2, "dp_replicate": 2}, 4),
     ],
 )  # fmt: skip
-def test_weights_are_divided_among_the_shards_of_a_replica_and_by_tp(more: dict[str, int], parts: int) -> None:
+def test_weights_are_divided_among_the_shards_of_a_replica_and_by_tp_and_cp(more: dict[str, int], parts: int) -> None:
     """16 bytes a parameter: fp32 weights, gradients and two moments."""
     held = moment(predict(asked("F+Z3", **more), spec()), "optimizer step").bytes - LIBRARIES_BYTES
     assert held == pytest.approx(16 * N / parts, rel=1e-6)
@@ -92,6 +93,15 @@ def test_a_tensor_parallel_rank_gathers_its_part_over_shards_alone() -> None:
     assert layer.kept == pytest.approx(S * (whole * H + divided * H / 2 + 8 * F / 2), rel=0.002)
     logits = [term(predict(asked("F+Z3", gpus=8, tp=tp), spec()), "loss", "logits and loss") for tp in (1, 2)]
     assert logits[0] == 2 * logits[1]
+
+
+def test_a_rank_of_a_ring_has_its_part_of_each_sequence() -> None:
+    """And gathers what any other does."""
+    one, four = (predict(asked("F+Z3", gpus=4, cp=cp), spec()) for cp in (1, 4))
+    assert term(four, "loss", "gathered parameters") == term(one, "loss", "gathered parameters")
+    assert term(one, "loss", "logits and loss") == 4 * term(four, "loss", "logits and loss")
+    (layer,) = layer_bytes(asked("F+Z3", gpus=4, cp=4), spec(), 1)
+    assert layer.kept == S / 4 * (26 * H + 8 * F + 4 * 32 + 8)  # what the ring puts together is copied: 2 H more
 
 
 def test_offload_of_hsdp_holds_each_replica() -> None:
