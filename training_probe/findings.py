@@ -232,7 +232,8 @@ def _conditions(seen: Mapping[str, Conditions], what: str, rounded_core_s: float
         return _ranked(beyond_rounding(values), _percent)
 
     heat = _ranked(_beyond(THERMAL_RATIO, "thermal_ratio", seen), _percent)
-    slowed = [f"{name} {', '.join(why)}" for name, each in seen.items() if (why := _slowdowns(each))]
+    slowing = {name: [why for why in each.clock_reasons if why in SLOWDOWNS] for name, each in seen.items()}
+    slowed = [f"{name} {', '.join(reasons)}" for name, reasons in slowing.items() if reasons]
     others, stolen = loaded(LOADED_RATIO, "others_ratio"), loaded(STEAL_RATIO, "steal_ratio")
     rows: tuple[tuple[str, Severity, str, list[str], str], ...] = (
         ("LOADED", "invalid", "The ranks lacked cores that others took", _ranked(lacking, _percent), LOADED_ADVICE),
@@ -263,10 +264,6 @@ def _lacking(span: Conditions) -> float | None:
 def _beyond(most: float, field: str, seen: Mapping[str, Conditions]) -> dict[str, float]:
     values = {name: value for name, each in seen.items() if (value := getattr(each, field)) is not None}
     return {name: value for name, value in values.items() if value > most}
-
-
-def _slowdowns(span: Conditions) -> list[str]:
-    return [reason for reason in span.clock_reasons if reason in SLOWDOWNS]
 
 
 def _non_monotone(results: Sequence[Measured]) -> Iterator[Finding]:

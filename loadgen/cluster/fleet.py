@@ -136,10 +136,6 @@ class Fleet:
                 if node.pinger is not None:
                     node.pinger.close()
 
-    @property
-    def _there(self) -> list[Node]:
-        return [node for node in self.nodes if not node.lost]
-
     async def _all(self, act: Callable[[Node], Awaitable[T]]) -> list[T]:
         """Does it with every node at once. Raises TransportError, also for a node that is lost: no load has begun."""
         return list(await asyncio.gather(*(self._sure(act, node) for node in self.nodes)))
@@ -305,7 +301,7 @@ class Fleet:
         self._stopping.append(asyncio.get_running_loop().create_task(self._stop()))
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(node.say(messages.Stop()) for node in self._there))
+        await asyncio.gather(*(node.say(messages.Stop()) for node in self.nodes if not node.lost))
 
     async def _over(self, node: Node) -> Over:
         """A node that fails, as on a full disk, stops the others."""

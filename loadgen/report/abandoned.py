@@ -43,9 +43,9 @@ def build(measured: Table, rules: Convention) -> Abandoned | None:
         requests=int(gone.sum()),
         events=int(measured.events[gone].sum()),
         slots="unknown",
-        refilled_abandoned_ms=metrics.summary(metrics.defined(refilled_ms[gone[seen]]), rules.percentile),
-        refilled_ended_ms=metrics.summary(metrics.defined(refilled_ms[~gone[seen]]), rules.percentile),
-        held_ms=metrics.summary(metrics.defined(held_ms), rules.percentile),
+        refilled_abandoned_ms=metrics.summary_of(refilled_ms[gone[seen]], rules),
+        refilled_ended_ms=metrics.summary_of(refilled_ms[~gone[seen]], rules),
+        held_ms=metrics.summary_of(held_ms, rules),
     )
     return _judged(found)
 
@@ -115,7 +115,7 @@ def resent(measured: Table, rules: Convention) -> Resent | None:
         requests=len(rows),
         ok=int(measured.ok[rows].sum()),
         sent=len(rows) + sum(map(len, measured.resent_ns.values())),
-        waited_ms=metrics.summary(metrics.defined((last_ns - measured.sent_ns[rows]) / 1e6), rules.percentile),
+        waited_ms=metrics.summary_of((last_ns - measured.sent_ns[rows]) / 1e6, rules),
     )
 
 

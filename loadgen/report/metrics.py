@@ -328,6 +328,11 @@ def percentile(values: Ascending, thousandths: int, method: PercentileMethod) ->
     return low + (high - low) * (rest / 1000)
 
 
+def summary_of(values: NDArray[Any], rules: Convention) -> Summary:
+    """Of the values that are defined, as a convention has their percentiles."""
+    return summary(defined(values), rules.percentile)
+
+
 def summary(measured: Distribution, method: PercentileMethod) -> Summary:
     values, unit = measured
     n = len(values)

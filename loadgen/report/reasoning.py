@@ -22,7 +22,7 @@ def ttft_answer(measured: Table, rules: Convention) -> Summary | None:
         return None
     answer_ns = _column(measured, measured.answers_ns)
     answered = measured.ok & (answer_ns != -1) & (measured.sent_ns != -1)
-    return _summary((answer_ns - measured.sent_ns)[answered], rules)
+    return metrics.summary_of((answer_ns - measured.sent_ns)[answered] / 1e6, rules)
 
 
 def build(measured: Table, rules: Convention) -> Reasoning | None:
@@ -36,7 +36,7 @@ def build(measured: Table, rules: Convention) -> Reasoning | None:
         replies=int(chosen.sum()),
         thinking_tokens_mean=float(thought[chosen].mean()),
         thinking_ratio=float(thought[chosen].sum() / measured.output_tokens[chosen].sum()),
-        thinking_ms=_summary((answer_ns - measured.first_token_ns)[apart], rules),
+        thinking_ms=metrics.summary_of((answer_ns - measured.first_token_ns)[apart] / 1e6, rules),
         answer_tpot_ms=_answer_tpot(measured, np.flatnonzero(apart & (measured.first_tokens != -1)), thought, rules),
     )
 
@@ -50,13 +50,9 @@ def _answer_tpot(measured: Table, rows: NDArray[np.int64], thought: NDArray[np.i
         rest = int(measured.output_tokens[row] - thought[row]) - max(1, begun)
         if rest > 0:
             each_ms.append((int(measured.last_token_ns[row]) - answer_ns) / 1e6 / rest)
-    return metrics.summary(metrics.defined(np.array(each_ms, np.float64)), rules.percentile)
+    return metrics.summary_of(np.array(each_ms, np.float64), rules)
 
 
 def _column(measured: Table, counts: dict[int, int]) -> NDArray[np.int64]:
     """What a few requests have, of each (n,); -1 where it has none."""
     return np.array([counts.get(number, -1) for number in measured.id.tolist()], np.int64)
-
-
-def _summary(ns: NDArray[np.int64], rules: Convention) -> Summary:
-    return metrics.summary(metrics.defined(ns / 1e6), rules.percentile)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loadgen.report import metrics
 from loadgen.report.finding import Finding
-from loadgen.report.metrics import Convention, Summary
+from loadgen.report.metrics import Convention
 from loadgen.report.schema import SessionStats, TurnStats
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import Table
@@ -128,11 +128,11 @@ def build(measured: Table, rules: Convention, offered_per_s: float | None, compl
         open_max=_most(Spans(begin_ns, end_ns)),
         thinking_max=_most(thinking(measured)),
         offered_sessions_per_s=offered_per_s,
-        think_time_ms=_summary(measured.scheduled_ns[later] - ready_ns, rules),
-        turn_lag_ms=_summary(measured.sent_ns[later] - measured.scheduled_ns[later], rules),
-        task_ms=_summary(took_ns, rules),
-        tokens_wait_ms=_summary(waited_ns, rules),
-        tools_ms=_summary(took_ns - waited_ns, rules),
+        think_time_ms=metrics.summary_of((measured.scheduled_ns[later] - ready_ns) / 1e6, rules),
+        turn_lag_ms=metrics.summary_of((measured.sent_ns[later] - measured.scheduled_ns[later]) / 1e6, rules),
+        task_ms=metrics.summary_of(took_ns / 1e6, rules),
+        tokens_wait_ms=metrics.summary_of(waited_ns / 1e6, rules),
+        tools_ms=metrics.summary_of((took_ns - waited_ns) / 1e6, rules),
     )
 
 
@@ -158,10 +158,6 @@ def _most(spans: Spans) -> int:
     return int(metrics.under_way(*spans)[1].max(initial=0))
 
 
-def _summary(ns: NDArray[np.int64], rules: Convention) -> Summary:
-    return metrics.summary(metrics.defined(ns / 1e6), rules.percentile)
-
-
 def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
     """The numbers of the turns 1, 2, 3, 4, 5 to 8, 9 to 16 and so on, as far as there are any; empty where no session
     has more than one."""
@@ -184,10 +180,7 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
                 ok=int(ok.sum()),
                 prompt_tokens_mean=_mean(prompt[prompt != -1]),
                 cached_tokens_mean=_mean(np.maximum(measured.cached_tokens[ok], 0)) if replies_count else None,
-                metrics={
-                    name: metrics.summary(metrics.defined(values[ok]), rules.percentile)
-                    for name, values in columns.items()
-                },
+                metrics={name: metrics.summary_of(values[ok], rules) for name, values in columns.items()},
             )
         )
     return stats

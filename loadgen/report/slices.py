@@ -88,7 +88,7 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
         requests=int(due.sum()),
         offered_requests_per_s=int(due.sum()) / seconds,
         finished_requests_per_s=int(((done_ns >= start_ns) & (done_ns < end_ns)).sum()) / seconds,
-        metrics={name: metrics.summary(metrics.defined(values), rules.percentile) for name, values in columns.items()},
+        metrics={name: metrics.summary_of(values, rules) for name, values in columns.items()},
     )
 
 
@@ -195,7 +195,7 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
         PromptQuartile(
             from_tokens=int(tokens[quarter == number].min()),
             to_tokens=int(tokens[quarter == number].max()),
-            ttft_ms=metrics.summary(metrics.defined(ttft_ms[quarter == number]), rules.percentile),
+            ttft_ms=metrics.summary_of(ttft_ms[quarter == number], rules),
         )
         for number in np.unique(quarter)
     ]
@@ -257,7 +257,7 @@ def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[
                 name=name,
                 requests=int(of_it.sum()),
                 ok=int(ok.sum()),
-                metrics={metric: _summary(values[ok], rules) for metric, values in columns.items()},
+                metrics={metric: metrics.summary_of(values[ok], rules) for metric, values in columns.items()},
             )
         )
     return stats
@@ -277,9 +277,9 @@ def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
     counts = {name: _sum(records, name) for name in _COUNTS}
     return ServerRequests(
         requests=len(with_times),
-        metrics={name: _summary(column, rules) for name, column in known.items()},
+        metrics={name: metrics.summary_of(column, rules) for name, column in known.items()},
         client={
-            name: _summary(metrics.column(with_times, name, rules), rules)
+            name: metrics.summary_of(metrics.column(with_times, name, rules), rules)
             for name in ("ttft_ms", "tpot_ms", "e2el_ms") if name in known
         },
         **counts,
@@ -294,10 +294,6 @@ def _column(records: list[ServerRecord], name: str) -> Column:
 def _sum(records: list[ServerRecord], name: str) -> int | None:
     values = [value for record in records if (value := getattr(record, name)) is not None]
     return sum(values) if values else None
-
-
-def _summary(column: Column, rules: Convention) -> Summary:
-    return metrics.summary(metrics.defined(column), rules.percentile)
 
 
 def stamps(requests: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:

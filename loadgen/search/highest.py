@@ -380,16 +380,13 @@ def _posterior(
         # A probe far from the answer weighs little, but still says on which side of it the answer is.
         weight = max(near, 0.02) / (UNSURE_DISPERSION * dispersion)
         if probe.verdict == "missed" and probe.counted < SETTLED * dispersion:
-            logit = np.maximum(logit, _logit(probe.met + 0.5, probe.counted + 1.0))  # its share had further to fall
+            odds = (probe.met + 0.5) / (probe.counted - probe.met + 0.5)
+            logit = np.maximum(logit, math.log(odds))  # its share had further to fall
         log = log - weight * (
             probe.met * np.logaddexp(0, -logit) + (probe.counted - probe.met) * np.logaddexp(0, logit)
         )
     raised = np.exp(log - log.max())
     return Posterior(u, slopes, raised / raised.sum())
-
-
-def _logit(hits: float, count: float) -> float:
-    return math.log(hits / (count - hits))
 
 
 def _bound(u: Floats, most: float, probe: Probe) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from backends import gpus
-from backends.decoder import ModelSpec, Precision
 from backends.launch import LaunchError
 from loadgen.config import Config, ConfigError
 from loadgen.models import Model
@@ -92,7 +91,7 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
     if not memories:
         return tp_named or 1
     usable = min(memories) * config.memory_ratio
-    precision = _precision(config, spec)
+    precision = spec.precision(config.dtype, config.quantization, config.kv_cache_dtype)
     fits = spec.smallest_tp(precision, length, usable, at_most=each)
     tp = tp_named or fits
     if tp is not None and (undivided := spec.undivided(tp)) is not None:
@@ -106,8 +105,3 @@ def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.
         f"{pool[0].name} ({usable / GIB:.0f} GiB of each may be used); "
         f"{spec.what_fits(precision, length, usable, tp)}."
     )
-
-
-def _precision(config: Config, spec: ModelSpec) -> Precision:
-    """Raises PrecisionError."""
-    return spec.precision(config.dtype, config.quantization, config.kv_cache_dtype)
