@@ -45,7 +45,7 @@ BYTES_A_TOKEN = 8  # that may be kept
 FLAT_RATIO = 1.05
 ALIKE_RATIO, ALIKE_MS = 1.5, 0.1
 PERCENTILES = (50, 90, 99, 99.9)
-OK_TOTAL = re.compile(r'bench_requests_total\{.*outcome="ok".*\} (\S+)')
+OK_TOTAL = re.compile(r'llm_dissect_requests_total\{.*outcome="ok".*\} (\S+)')
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import queries as q
 from panels import Query
 
 IDENTITY = "run_id, program, backend, model, arrival, emulated, version"
-REQUESTS, OK = q.last("bench_requests_total"), q.last("bench_requests_total", labels=q.OK)
-FAILED = q.last("bench_requests_total", labels=q.FAILED)
-OUTPUT, DURATION = q.last("bench_output_tokens_total"), q.last("bench_measured_seconds", total="max")
-SEEN = "run_id_state:bench_run_state:seen_timestamp_seconds"
+REQUESTS, OK = q.last("llm_dissect_requests_total"), q.last("llm_dissect_requests_total", labels=q.OK)
+FAILED = q.last("llm_dissect_requests_total", labels=q.FAILED)
+OUTPUT, DURATION = q.last("llm_dissect_output_tokens_total"), q.last("llm_dissect_measured_seconds", total="max")
+SEEN = "run_id_state:llm_dissect_run_state:seen_timestamp_seconds"
 
 RUNS = [
     p.rows(
         "What was run",
-        Query(q.last("bench_run_info", IDENTITY, total="max")),
+        Query(q.last("llm_dissect_run_info", IDENTITY, total="max")),
         Query(
             f"topk by (run_id) (1, last_over_time({SEEN}{{{q.RUN}}}[$__range])) * 1000", "last seen", "dateTimeAsIso"
         ),
@@ -33,7 +33,7 @@ THROUGHPUT = [
         Query(REQUESTS, "requests", p.COUNT),
         Query(OK, "ok", p.COUNT),
         Query(f"{FAILED} / ({REQUESTS} > 0)", "failed", p.RATIO),
-        Query(q.last("bench_prompt_tokens_total"), "prompt tokens", p.COUNT),
+        Query(q.last("llm_dissect_prompt_tokens_total"), "prompt tokens", p.COUNT),
         Query(OUTPUT, "output tokens", p.COUNT),
         Query(f"{OUTPUT} / {OK}", "output tokens a request", p.COUNT),
         Query(DURATION, "duration", p.SECONDS),
@@ -44,7 +44,7 @@ THROUGHPUT = [
     p.bars(
         "Best half minute",
         p.PER_SECOND,
-        q.by_run(f"max by (run_id) (max_over_time(run_id:bench_output_tokens:rate30s{{{q.RUN}}}[$__range]))"),
+        q.by_run(f"max by (run_id) (max_over_time(run_id:llm_dissect_output_tokens:rate30s{{{q.RUN}}}[$__range]))"),
         about="Output tokens a second, counted when their request ends: replies that end together show more than the "
         "server gave. Zero for a run that was over before Prometheus first saw it.",
     ),

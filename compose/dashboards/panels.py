@@ -34,7 +34,7 @@ TAG = "llm-dissect"
 LINE_HEIGHT, STAT_HEIGHT = 8, 4
 
 # Units as Grafana calls them.
-SECONDS, BYTES, RATIO, PER_SECOND, WATTS, COUNT = "s", "bytes", "percentunit", "cps", "watt", "short"
+SECONDS, BYTES, RATIO, PER_SECOND, WATTS, JOULES, COUNT = "s", "bytes", "percentunit", "cps", "watt", "joule", "short"
 NO_DATA = "no data"  # without it a bar of nothing reads as a tiny value of its unit
 
 Panel = timeseries.Panel | heatmap.Panel | stat.Panel | bargauge.Panel | table.Panel
@@ -149,7 +149,7 @@ def dashboard(
 ) -> Dashboard:
     """`rows`: panels by the heading that they stand under. `program`: the runs of which one can be chosen. `every`:
     begins with all of them, else with the newest. `span`: how far back it looks at first."""
-    runs = f'bench_run_info{{program="{program}"}}'
+    runs = f'llm_dissect_run_info{{program="{program}"}}'
     chosen = (
         boards.QueryVariable("run_id").label("Run").query(f"label_values({runs}, run_id)").datasource(SOURCE)
         .multi(True).include_all(True)

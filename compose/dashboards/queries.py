@@ -12,11 +12,11 @@ OK = f'{RUN}, outcome="ok"'
 FAILED = f'{RUN}, outcome!~"ok|cancelled"'
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
-TTFT = "bench_time_to_first_token_seconds"
-TPOT = "bench_time_per_output_token_seconds"
-ITL = "bench_inter_token_latency_seconds"
-E2EL = "bench_end_to_end_latency_seconds"
-SEND_LAG = "bench_send_lag_seconds"
+TTFT = "llm_dissect_time_to_first_token_seconds"
+TPOT = "llm_dissect_time_per_output_token_seconds"
+ITL = "llm_dissect_inter_token_latency_seconds"
+E2EL = "llm_dissect_end_to_end_latency_seconds"
+SEND_LAG = "llm_dissect_send_lag_seconds"
 LATENCIES = {"Time to first token": TTFT, "Time per output token": TPOT, "End to end": E2EL}
 
 
@@ -55,12 +55,12 @@ def whole(name: str, q: float) -> str:
 def live(width: int = 4) -> list[Panel]:
     """State, alerts, and how old they are. width: of each panel."""
     firing = Query('ALERTS{alertstate="firing", run_id=~"$run_id|"}', "{{alertname}} {{run_id}}")
-    age = Query(f"time() - {gauge('bench_run_updated_timestamp_seconds')}", "{{run_id}}")
+    age = Query(f"time() - {gauge('llm_dissect_run_updated_timestamp_seconds')}", "{{run_id}}")
     return [
         number(
             "State",
             COUNT,
-            Query(f"bench_run_state{{{RUN}}}", "{{state}} {{run_id}}"),
+            Query(f"llm_dissect_run_state{{{RUN}}} == 1", "{{state}} {{run_id}}"),
             "Stale: the snapshot is old and the run never said that it ended.",
             width,
             name=True,

@@ -7,20 +7,20 @@ import queries as q
 from panels import Query
 
 RUN = f"{{{q.RUN}}}"
-REQUESTS = f"sum by (run_id) (bench_requests_total{RUN})"
-FAILED = f"sum by (run_id) (bench_requests_total{{{q.FAILED}}})"
+REQUESTS = f"sum by (run_id) (llm_dissect_requests_total{RUN})"
+FAILED = f"sum by (run_id) (llm_dissect_requests_total{{{q.FAILED}}})"
 
 NARROW = 3  # of 24 columns: eight panels fit in the first row
 
 NOW = [
     p.number(
-        "Output tokens/s", p.PER_SECOND, q.by_run(q.rate("bench_events_received_total")),
+        "Output tokens/s", p.PER_SECOND, q.by_run(q.rate("llm_dissect_events_received_total")),
         "As they come, an event taken for one.", NARROW,
     ),
     p.number("ttft p99", p.SECONDS, Query(q.quantile(q.TTFT, 0.99), "{{run_id}}"), "Of the last seconds.", NARROW),
     p.number("Requests that ended", p.COUNT, q.by_run(REQUESTS), width=NARROW),
     p.number(
-        "Of those planned", p.RATIO, q.by_run(f"{REQUESTS} / {q.gauge('bench_requests_planned')}"),
+        "Of those planned", p.RATIO, q.by_run(f"{REQUESTS} / {q.gauge('llm_dissect_requests_planned')}"),
         "Runs that last a given time plan no number.", NARROW,
     ),
     p.number(
@@ -32,25 +32,28 @@ NOW = [
 
 LOAD = [
     p.lines(
-        "Requests by outcome", p.PER_SECOND, Query(q.rate("bench_requests_total", "outcome"), "{{outcome}}"),
+        "Requests by outcome", p.PER_SECOND, Query(q.rate("llm_dissect_requests_total", "outcome"), "{{outcome}}"),
         about="Requests that ended, all chosen runs together.", stacked=True,
     ),
     p.lines(
         "In flight",
         p.COUNT,
-        q.by_run(q.gauge("bench_requests_in_flight")),
+        q.by_run(q.gauge("llm_dissect_requests_in_flight")),
         Query(
-            q.gauge("bench_backlog_growth_requests_per_second"), "backlog growth {{run_id}}", p.PER_SECOND, right=True
+            q.gauge("llm_dissect_backlog_growth_requests_per_second"),
+            "backlog growth {{run_id}}",
+            p.PER_SECOND,
+            right=True,
         ),
         about="How many more arrive a second than leave stands on the right, while the server falls behind.",
     ),
     p.lines(
         "Tokens",
         p.PER_SECOND,
-        q.by_run(q.rate("bench_output_tokens_total"), "output"),
-        q.by_run(q.rate("bench_prompt_tokens_total"), "prompt"),
-        q.by_run(q.rate("bench_events_total"), "events"),
-        q.by_run(q.rate("bench_events_received_total"), "events as they come"),
+        q.by_run(q.rate("llm_dissect_output_tokens_total"), "output"),
+        q.by_run(q.rate("llm_dissect_prompt_tokens_total"), "prompt"),
+        q.by_run(q.rate("llm_dissect_events_total"), "events"),
+        q.by_run(q.rate("llm_dissect_events_received_total"), "events as they come"),
         about="A second. All but the events as they come are counted when their request ends.",
     ),
 ]  # fmt: skip
@@ -78,25 +81,25 @@ SERVER = [
     p.lines(
         "Batch and queue",
         p.COUNT,
-        q.by_run(q.gauge("bench_server_requests_running"), "running"),
-        q.by_run(q.gauge("bench_server_requests_waiting"), "waiting"),
-        q.by_run(q.gauge("bench_requests_in_flight"), "in flight at the client"),
+        q.by_run(q.gauge("llm_dissect_server_requests_running"), "running"),
+        q.by_run(q.gauge("llm_dissect_server_requests_waiting"), "waiting"),
+        q.by_run(q.gauge("llm_dissect_requests_in_flight"), "in flight at the client"),
         about="From the server's /metrics, where it has any.",
     ),
     p.lines(
         "Waiting, and time to first token",
         p.COUNT,
-        q.by_run(q.gauge("bench_server_requests_waiting"), "waiting"),
+        q.by_run(q.gauge("llm_dissect_server_requests_waiting"), "waiting"),
         Query(q.quantile(q.TTFT, 0.99), "ttft p99 {{run_id}}", p.SECONDS, right=True),
     ),
     p.lines(
         "KV cache, and time per output token",
         p.RATIO,
-        q.by_run(q.gauge("bench_server_kv_cache_usage_ratio"), "KV cache"),
+        q.by_run(q.gauge("llm_dissect_server_kv_cache_usage_ratio"), "KV cache"),
         Query(q.quantile(q.TPOT, 0.99), "tpot p99 {{run_id}}", p.SECONDS, right=True),
     ),
     p.lines(
-        "Preemptions", p.PER_SECOND, q.by_run(q.rate("bench_server_preemptions_total")),
+        "Preemptions", p.PER_SECOND, q.by_run(q.rate("llm_dissect_server_preemptions_total")),
         about="Requests that the server threw out of its batch for want of KV cache.",
     ),
 ]  # fmt: skip
@@ -104,22 +107,33 @@ SERVER = [
 ERRORS = [
     p.lines(
         "Failed, by outcome", p.PER_SECOND,
-        q.by_run(q.rate("bench_requests_total", "run_id, outcome", q.FAILED), "{{outcome}}"), width=12,
+        q.by_run(q.rate("llm_dissect_requests_total", "run_id, outcome", q.FAILED), "{{outcome}}"), width=12,
     ),
     p.lines(
-        "Failed, of the last 5 minutes", p.RATIO, q.by_run(f"run_id:bench_request_errors:ratio_rate5m{RUN}"), width=12,
+        "Failed, of the last 5 minutes", p.RATIO,
+        q.by_run(f"run_id:llm_dissect_request_errors:ratio_rate5m{RUN}"), width=12,
         about="Above 1 % for a minute the alert RunErrorRatio fires.",
     ),
 ]  # fmt: skip
 
 GPUS = [
-    p.lines(title, unit, q.by_run(q.gauge(f"bench_gpu_{name}", "run_id, gpu"), "GPU {{gpu}}"))
+    p.lines(title, unit, q.by_run(q.gauge(f"llm_dissect_gpu_{name}", "run_id, gpu"), "GPU {{gpu}}"))
     for title, unit, name in (
         ("Power", p.WATTS, "power_watts"),
         ("Memory", p.BYTES, "memory_used_bytes"),
         ("Utilization", p.RATIO, "utilization_ratio"),
     )
-]
+] + [
+    p.lines(
+        "Energy", p.WATTS, q.by_run(q.rate("llm_dissect_gpu_energy_joules_total", "run_id, gpu"), "GPU {{gpu}}"),
+        about="Joules a second by the GPU's own counter.",
+    ),
+    p.lines(
+        "Throttled", p.RATIO,
+        q.by_run(q.rate("llm_dissect_gpu_throttled_seconds_total", "run_id, gpu, reason"), "GPU {{gpu}} {{reason}}"),
+        about="Part of the time in which heat, or the power limit, held its clocks back.",
+    ),
+]  # fmt: skip
 
 BOARD = p.dashboard(
     "llm-dissect-serving",

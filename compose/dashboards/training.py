@@ -7,17 +7,17 @@ import queries as q
 from panels import Query
 
 CELL = "run_id, cell, engine, method, model"
-BY_OUTCOME = q.gauge("bench_training_cells", "run_id, outcome")
+BY_OUTCOME = q.gauge("llm_dissect_training_cells", "run_id, outcome")
 DONE = f"sum by (run_id) ({BY_OUTCOME})"
-PLANNED = q.gauge("bench_training_cells_planned")
+PLANNED = q.gauge("llm_dissect_training_cells_planned")
 
 
 def of_cells(name: str) -> Query:
-    return q.by_run(q.gauge(f"bench_training_{name}", CELL), "{{cell}}")
+    return q.by_run(q.gauge(f"llm_dissect_training_{name}", CELL), "{{cell}}")
 
 
 def last(name: str) -> str:
-    return q.last(f"bench_training_{name}", CELL, total="max")
+    return q.last(f"llm_dissect_training_{name}", CELL, total="max")
 
 
 PEAK, PREDICTED = last("peak_memory_bytes"), last("predicted_memory_bytes")
@@ -28,7 +28,7 @@ NOW = [
     p.number("Of those planned", p.RATIO, q.by_run(f"{DONE} / {PLANNED}")),
     p.number(
         "Present cell", p.COUNT,
-        Query(f"max by (run_id, cell) (changes(bench_training_step_seconds{{{q.RUN}}}[1m])) > 0", "{{cell}}"),
+        Query(f"max by (run_id, cell) (changes(llm_dissect_training_step_seconds{{{q.RUN}}}[1m])) > 0", "{{cell}}"),
         "The cell whose step time changed in the last minute.", name=True,
     ),
     p.bars("Cells by outcome", p.COUNT, q.by_run(f"{BY_OUTCOME} > 0", "{{outcome}}")),
@@ -44,6 +44,20 @@ STEPS = [
     p.lines("Step", p.SECONDS, of_cells("step_seconds"), width=12),
     p.lines(
         "Loss", "none", of_cells("loss"), width=12, about="On random tokens: it shows that a step learns, no more."
+    ),
+]  # fmt: skip
+
+WORK = [
+    p.lines(
+        "Steps", p.PER_SECOND, Query(q.rate("llm_dissect_training_steps_total", CELL), "{{cell}}"),
+        about="Warm-up and searches included.",
+    ),
+    p.lines("Tokens trained on", p.PER_SECOND, Query(q.rate("llm_dissect_training_tokens_total", CELL), "{{cell}}")),
+    p.bars("Energy of a token", p.JOULES, Query(last("energy_joules_per_token"), "{{cell}}")),
+    p.bars(
+        "Throttled", p.RATIO,
+        Query(q.last("llm_dissect_training_throttled_ratio", f"{CELL}, reason", total="max"), "{{cell}} {{reason}}"),
+        about="Part of a cell in which heat, or the power limit, held a GPU's clocks back.",
     ),
 ]  # fmt: skip
 
@@ -85,6 +99,7 @@ BOARD = p.dashboard(
     {
         "Now": NOW,
         "Steps": STEPS,
+        "Work, energy and clocks": WORK,
         "Memory": MEMORY,
         "Cells": CELLS,
         "GPUs of this machine, by NVIDIA's DCGM exporter (docker compose --profile gpu up)": GPUS,

@@ -2,7 +2,8 @@
 
 Every scrape reads the snapshots anew and has prometheus-client write them, in the format that is asked for: Prometheus'
 text, or OpenMetrics with its exemplars. A snapshot that cannot be read is left out and counted as long as it is there,
-and a run that is there twice (a copy, a link) is shown once, as it was written last. Runs age out: finished ones after
+and a run that is there twice (a copy, a link) is shown once, as it was written last. Each metric that had a name before
+`llm_dissect_` has it for one release more, also of snapshots that say the old one. Runs age out: finished ones after
 `keep_s`, and those that claim to run but have not written for STALE_S are `stale`, and gone after `keep_s` as well.
 Binds to 127.0.0.1 unless it is given another address.
 """
@@ -40,9 +41,18 @@ MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128
 REQUEST_TIMEOUT_S = 30.0
 MOST_CONNECTIONS = 64  # at once; who comes then is refused
 MOST_WAIT_S = 1.0  # for a page
-_NAME, _LABEL = re.compile("bench_[a-zA-Z0-9_]+"), re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
-_OF_EACH_RUN = ("bench_run_info", "bench_run_state", "bench_run_updated_timestamp_seconds")
-_OWN = ("bench_exporter_runs", "bench_exporter_broken_snapshots", "bench_exporter_scrape_seconds")
+PREFIX, OLD_PREFIX = "llm_dissect_", "bench_"
+_NAME, _LABEL = re.compile(f"{PREFIX}[a-zA-Z0-9_]+"), re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
+STATES = ("running", "finished", "stopped", "stale")
+_STATE = f"{PREFIX}run_state"
+_NEW = {  # since they were renamed
+    f"{PREFIX}{name}" for name in (
+        "gpu_energy_joules", "gpu_throttled_seconds", "training_steps", "training_tokens",
+        "training_energy_joules_per_token", "training_throttled_ratio",
+    )
+}  # fmt: skip
+_OF_EACH_RUN = ("llm_dissect_run_info", _STATE, "llm_dissect_run_updated_timestamp_seconds")
+_OWN = ("llm_dissect_exporter_runs", "llm_dissect_exporter_broken_snapshots", "llm_dissect_exporter_scrape_seconds")
 
 
 class Exporter:
@@ -71,11 +81,16 @@ class Exporter:
                 ours = merged.setdefault(name, metric)
                 if ours is not metric and ours.type == metric.type:  # another version's help may differ, its type not
                     ours.samples += metric.samples
-        yield from merged.values()
-        yield GaugeMetricFamily("bench_exporter_runs", "Runs that are shown.", value=len(runs))
-        yield GaugeMetricFamily("bench_exporter_broken_snapshots", "Snapshots that cannot be read.", value=broken)
         seconds = time.perf_counter() - begun
-        yield GaugeMetricFamily("bench_exporter_scrape_seconds", "What this page took to collect.", value=seconds)
+        own = (
+            GaugeMetricFamily("llm_dissect_exporter_runs", "Runs that are shown.", value=len(runs)),
+            GaugeMetricFamily("llm_dissect_exporter_broken_snapshots", "Snapshots that cannot be read.", value=broken),
+            GaugeMetricFamily("llm_dissect_exporter_scrape_seconds", "What this page took to collect.", value=seconds),
+        )
+        for metric in (*merged.values(), *own):
+            yield metric
+            if metric.name not in _NEW:
+                yield _under_old_name(metric)
 
     def _present(self) -> tuple[list[dict[str, Metric]], int]:
         """The metrics by name of each run to be shown now, and how many snapshots cannot be read."""
@@ -127,9 +142,10 @@ def _metrics(snapshot: Snapshot, state: str, updated_s: float) -> Iterator[Metri
     """Raises for what prometheus-client could not write: one run must not cost the others their page."""
     run = {"run_id": snapshot.run_id}
     program = {**run, "program": snapshot.program}
-    yield _gauge("bench_run_info", "What was run.", {**snapshot.labels, **program}, 1)
-    yield _gauge("bench_run_state", "The present state of a run.", {**program, "state": state}, 1)
-    yield _gauge("bench_run_updated_timestamp_seconds", "When its snapshot was written.", run, updated_s)
+    yield _gauge("llm_dissect_run_info", "What was run.", ({**snapshot.labels, **program}, 1))
+    states = [({**program, "state": each}, float(each == state)) for each in STATES]
+    yield _gauge(_STATE, "Whether a run is in each of the states: 1, or 0.", *states)
+    yield _gauge("llm_dissect_run_updated_timestamp_seconds", "When its snapshot was written.", (run, updated_s))
     for family in snapshot.families:
         yield _family(family, run)
 
@@ -165,16 +181,33 @@ def _check_labels(names: Iterable[str], reserved: Container[str]) -> None:
             raise ValueError(name)
 
 
-def _gauge(name: str, help_text: str, labels: dict[str, str], value: float) -> Metric:
-    _check_labels(labels, ())
-    metric = GaugeMetricFamily(name, help_text, labels=list(labels))
-    metric.add_metric(list(map(_clean, labels.values())), value)
+def _gauge(name: str, help_text: str, *samples: tuple[dict[str, str], float]) -> Metric:
+    """samples: labels, the same of all, and a value each."""
+    metric = GaugeMetricFamily(name, help_text, labels=list(samples[0][0]))
+    for labels, value in samples:
+        _check_labels(labels, ())
+        metric.add_metric(list(map(_clean, labels.values())), value)
     return metric
 
 
+def _under_old_name(metric: Metric) -> Metric:
+    """Goes with the next version. The old state of a run was one series, of the present state."""
+    old = Metric(
+        metric.name.replace(PREFIX, OLD_PREFIX, 1),
+        f"Deprecated, gone in the next version: {metric.name}. {metric.documentation}", metric.type,
+    )  # fmt: skip
+    old.samples = [
+        sample._replace(name=sample.name.replace(PREFIX, OLD_PREFIX, 1))
+        for sample in metric.samples
+        if metric.name != _STATE or sample.value
+    ]
+    return old
+
+
 def _family(family: Family, run: dict[str, str]) -> Metric:
-    if family.name in _OF_EACH_RUN:
-        raise ValueError(family.name)
+    name = re.sub(f"^{OLD_PREFIX}", PREFIX, family.name)
+    if name in _OF_EACH_RUN:
+        raise ValueError(name)
     help_text = _clean(family.help)
     labelled = [*(each.labels for each in family.samples), *(each.labels for each in family.histograms)]
     of_samples = sorted({name for labels in labelled for name in labels})
@@ -182,7 +215,7 @@ def _family(family: Family, run: dict[str, str]) -> Metric:
     names = [*run, *of_samples]
     metric: Any
     if family.type == "histogram":
-        metric = HistogramMetricFamily(family.name, help_text, labels=names)
+        metric = HistogramMetricFamily(name, help_text, labels=names)
         for histogram in family.histograms:
             ascending = all(low < high for low, high in pairwise(histogram.bounds))
             if not ascending or min(histogram.counts, default=0) < 0:
@@ -194,9 +227,7 @@ def _family(family: Family, run: dict[str, str]) -> Metric:
             ]
             metric.add_metric(_values(names, {**run, **histogram.labels}), buckets, histogram.sum)
     else:
-        metric = (GaugeMetricFamily if family.type == "gauge" else CounterMetricFamily)(
-            family.name, help_text, labels=names
-        )
+        metric = (GaugeMetricFamily if family.type == "gauge" else CounterMetricFamily)(name, help_text, labels=names)
         for sample in family.samples:
             metric.add_metric(_values(names, {**run, **sample.labels}), sample.value)
     return metric  # type: ignore[no-any-return]

@@ -68,20 +68,25 @@ class Recorder:
             planned = self.live.planned
         if planned is not None:
             yield Family(
-                "bench_requests_planned", "gauge", "Measured requests of the whole run.", [MetricSample(planned)]
+                "llm_dissect_requests_planned", "gauge", "Measured requests of the whole run.", [MetricSample(planned)]
             )
         in_flight = 0 if over or self.live is None else self.live.in_flight
-        yield Family("bench_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)])
+        yield Family(
+            "llm_dissect_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)]
+        )
         falling_per_s = None if over or self.live is None else self.live.falling_per_s
         yield Family(
-            "bench_backlog_growth_requests_per_second",
+            "llm_dissect_backlog_growth_requests_per_second",
             "gauge",
             "Requests that arrive a second beyond those that leave, while the server falls behind; else 0.",
             [MetricSample(falling_per_s or 0.0)],
         )
         events = 0 if self.live is None else self.live.events
         yield Family(
-            "bench_events_received", "counter", "Events that carried output, as they come.", [MetricSample(events)]
+            "llm_dissect_events_received",
+            "counter",
+            "Events that carried output, as they come.",
+            [MetricSample(events)],
         )
 
     def _server_families(self) -> Iterator[Family]:
@@ -90,28 +95,49 @@ class Recorder:
         for name, family, kind, help_text in _SERVER:
             if name in self.sample.metrics:
                 yield Family(family, kind, help_text, [MetricSample(self.sample.metrics[name])])
-        for attribute, family, help_text in _GPU:
-            values = {gpu.index: getattr(gpu, attribute) for gpu in self.sample.gpus}
-            samples = [MetricSample(value, {"gpu": str(index)}) for index, value in values.items() if value is not None]
+        for family, (kind, help_text, series) in _GPU.items():
+            samples = [
+                MetricSample(value / divisor, {"gpu": str(gpu.index), **labels})
+                for attribute, divisor, labels in series
+                for gpu in self.sample.gpus
+                if (value := getattr(gpu, attribute)) is not None
+            ]
             if samples:
-                yield Family(family, "gauge", help_text, samples)
+                yield Family(family, kind, help_text, samples)
 
 
 _SERVER: tuple[tuple[str, str, Literal["gauge", "counter"], str], ...] = (
-    ("running", "bench_server_requests_running", "gauge", "Requests in the server's batch, as it says."),
-    ("waiting", "bench_server_requests_waiting", "gauge", "Requests in the server's queue, as it says."),
-    ("kv_cache_usage_ratio", "bench_server_kv_cache_usage_ratio", "gauge", "Part of the KV cache in use."),
-    ("preemptions", "bench_server_preemptions", "counter", "Sequences that the server put off for want of memory."),
+    ("running", "llm_dissect_server_requests_running", "gauge", "Requests in the server's batch, as it says."),
+    ("waiting", "llm_dissect_server_requests_waiting", "gauge", "Requests in the server's queue, as it says."),
+    ("kv_cache_usage_ratio", "llm_dissect_server_kv_cache_usage_ratio", "gauge", "Part of the KV cache in use."),
+    (
+        "preemptions",
+        "llm_dissect_server_preemptions",
+        "counter",
+        "Sequences that it put off for want of memory.",
+    ),
 )
-_GPU = (
-    ("memory_used_bytes", "bench_gpu_memory_used_bytes", "Memory in use on a GPU of the server."),
-    ("power_w", "bench_gpu_power_watts", "Power that a GPU of the server draws."),
-    ("utilization_ratio", "bench_gpu_utilization_ratio", "Part of the time in which any kernel ran on it."),
-)
+_Series = tuple[str, float, dict[str, str]]  # an attribute of GpuSample, what divides it, labels
+_GPU: dict[str, tuple[Literal["gauge", "counter"], str, list[_Series]]] = {
+    "llm_dissect_gpu_memory_used_bytes": (
+        "gauge", "Memory in use on a GPU of the server.", [("memory_used_bytes", 1, {})],
+    ),
+    "llm_dissect_gpu_power_watts": ("gauge", "Power that a GPU of the server draws.", [("power_w", 1, {})]),
+    "llm_dissect_gpu_utilization_ratio": (
+        "gauge", "Part of the time in which any kernel ran on it.", [("utilization_ratio", 1, {})],
+    ),
+    "llm_dissect_gpu_energy_joules": (
+        "counter", "Energy that it has taken since its driver was loaded.", [("energy_mj", 1e3, {})],
+    ),
+    "llm_dissect_gpu_throttled_seconds": (
+        "counter", "How long heat, or its power limit, has held its clocks back since its driver was loaded.",
+        [("thermal_ns", 1e9, {"reason": "heat"}), ("power_ns", 1e9, {"reason": "power"})],
+    ),
+}  # fmt: skip
 
 
 def labels(manifest: Manifest) -> dict[str, str]:
-    """What `bench_run_info` says of a serving run."""
+    """What `llm_dissect_run_info` says of a serving run."""
     return {
         "backend": manifest.backend,
         "model": manifest.model,

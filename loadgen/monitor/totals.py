@@ -13,11 +13,11 @@ from loadgen.rundir.outcomes import OUTCOMES
 # Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
 BOUNDS_S = tuple(0.0001 * 2 ** (step / 2) for step in range(44))  # 0.1 ms to 297 s
 _LATENCIES = {
-    "bench_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
-    "bench_time_per_output_token_seconds": "Mean time of an output token after the first read, one value a request.",
-    "bench_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
-    "bench_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
-    "bench_send_lag_seconds": "How late a request was sent.",
+    "llm_dissect_time_to_first_token_seconds": "From the request's first byte to the first event with output.",
+    "llm_dissect_time_per_output_token_seconds": "Mean of an output token after the first read, one value a request.",
+    "llm_dissect_inter_token_latency_seconds": "Gaps between neighbouring events of a reply.",
+    "llm_dissect_end_to_end_latency_seconds": "From the request's first byte to the end of the reply.",
+    "llm_dissect_send_lag_seconds": "How late a request was sent.",
 }
 
 
@@ -113,23 +113,26 @@ class Totals:
 
     def families(self) -> Iterator[Family]:
         yield Family(
-            "bench_requests", "counter", "Measured requests that are over, by outcome.",
+            "llm_dissect_requests", "counter", "Measured requests that are over, by outcome.",
             [MetricSample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
         )  # fmt: skip
         for name, help_text, tokens in (
-            ("bench_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
-            ("bench_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
+            ("llm_dissect_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
+            ("llm_dissect_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
         ):
             yield Family(name, "counter", help_text, [MetricSample(tokens)])
-        yield Family("bench_events", "counter", "Events that carried output.", [MetricSample(self.events)])
+        yield Family("llm_dissect_events", "counter", "Events that carried output.", [MetricSample(self.events)])
         if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
             seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
             yield Family(
-                "bench_measured_seconds", "gauge", "From the first request to the last end.", [MetricSample(seconds)]
+                "llm_dissect_measured_seconds",
+                "gauge",
+                "From the first request to the last end.",
+                [MetricSample(seconds)],
             )
         for name, help_text in _LATENCIES.items():
             latency, unit = self._latencies[name], 1.0
-            if name == "bench_inter_token_latency_seconds":
+            if name == "llm_dissect_inter_token_latency_seconds":
                 latency, unit = self._gaps_us, 1e-6
             bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
             histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
@@ -140,13 +143,13 @@ def _seconds(record: Record) -> Iterator[tuple[str, float]]:
     sent, first, last, done = record.sent_ns, record.first_token_ns, record.last_token_ns, record.done_ns
     if sent is None:
         return
-    yield "bench_send_lag_seconds", (sent - record.scheduled_ns) / 1e9
+    yield "llm_dissect_send_lag_seconds", (sent - record.scheduled_ns) / 1e9
     if first is not None:
-        yield "bench_time_to_first_token_seconds", (first - sent) / 1e9
+        yield "llm_dissect_time_to_first_token_seconds", (first - sent) / 1e9
     if done is not None:
-        yield "bench_end_to_end_latency_seconds", (done - sent) / 1e9
+        yield "llm_dissect_end_to_end_latency_seconds", (done - sent) / 1e9
     tokens, at_first = record.output_tokens or 0, record.first_tokens
     if at_first is msgspec.UNSET:  # of an older version
         at_first = pace.first_tokens(record.output_tokens, record.itl_us)
     if first is not None and last is not None and at_first is not None and tokens > at_first:
-        yield "bench_time_per_output_token_seconds", (last - first) / (tokens - at_first) / 1e9
+        yield "llm_dissect_time_per_output_token_seconds", (last - first) / (tokens - at_first) / 1e9

@@ -311,7 +311,7 @@ def snapshot(data: bytes) -> None:
     (broken / rundir.SNAPSHOT_FILE).write_bytes(data)
     for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
         page, _ = Exporter(_directory() / "runs").page(accept)
-        assert b"bench_exporter_runs" in page and b"good" in page
+        assert b"llm_dissect_exporter_runs" in page and b"good" in page
 
 
 @functools.cache

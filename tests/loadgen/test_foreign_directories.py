@@ -169,7 +169,7 @@ def test_a_run_directory_that_is_a_link_is_shown_by_no_exporter(tmp_path: Path) 
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
     page = Exporter(tmp_path / "runs").page()[0].decode()
-    assert 'run_id="r"' not in page and "bench_exporter_broken_snapshots 1.0" in page
+    assert 'run_id="r"' not in page and "llm_dissect_exporter_broken_snapshots 1.0" in page
 
 
 def test_a_thousand_phases_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,7 @@ def test_replies_think_for_as_long_as_their_budget(tmp_path: Path) -> None:
 def last_snapshot(directory: Path) -> tuple[str, int]:
     """The state that a run's snapshot tells, and how many requests were well."""
     told = json.loads((directory / "snapshot.json").read_text())
-    samples = next(family["samples"] for family in told["families"] if family["name"] == "bench_requests")
+    samples = next(family["samples"] for family in told["families"] if family["name"] == "llm_dissect_requests")
     return told["state"], next(each["value"] for each in samples if each["labels"] == {"outcome": "ok"})
 
 

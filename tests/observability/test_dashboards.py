@@ -51,7 +51,7 @@ def test_every_metric_is_one_that_there_is() -> None:
 def test_every_metric_of_a_run_is_shown_somewhere() -> None:
     shown = set().union(*(names.metrics(query.expr) for query in names.queries()))
     shown |= set().union(*(names.metrics(rule["expr"]) for rule in names.rules()))
-    assert {"bench_exporter_runs", "bench_exporter_scrape_seconds"} == names.GAUGES - shown
+    assert {"llm_dissect_exporter_runs", "llm_dissect_exporter_scrape_seconds"} == names.GAUGES - shown
     assert not names.COUNTERS - shown
     assert {name + "_bucket" for name in names.HISTOGRAMS} <= shown
 

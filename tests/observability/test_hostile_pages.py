@@ -16,10 +16,10 @@ pytestmark = pytest.mark.prometheus
 
 EVIL = "\x1b[31m\u202e\x00\r\ufeff" + HOSTILE
 ODD_FAMILIES = [
-    Family("bench_odd", "gauge", EVIL, [MetricSample(float("1e308"), {"a": EVIL})]),
-    Family("bench_negative", "counter", "", [MetricSample(-1.0)]),
-    Family("bench_empty", "histogram", EVIL, histograms=[Histogram([], [0], 0.0)]),
-    Family("bench_wide", "histogram", "W.", histograms=[Histogram([-1.0, 1e300], [1, 2, 3], -5.0, {"a": EVIL})]),
+    Family("llm_dissect_odd", "gauge", EVIL, [MetricSample(float("1e308"), {"a": EVIL})]),
+    Family("llm_dissect_negative", "counter", "", [MetricSample(-1.0)]),
+    Family("llm_dissect_empty", "histogram", EVIL, histograms=[Histogram([], [0], 0.0)]),
+    Family("llm_dissect_wide", "histogram", "W.", histograms=[Histogram([-1.0, 1e300], [1, 2, 3], -5.0, {"a": EVIL})]),
 ]
 
 
@@ -38,7 +38,7 @@ def test_hostile_snapshots(tmp_path: Path) -> None:
     for number, family in enumerate([*HOSTILE_FAMILIES.values(), *ODD_FAMILIES]):
         put(tmp_path, f"r{number}", families=[family], labels={"model": EVIL})
     page = checked(tmp_path)
-    assert 'run_id="good"' in page and "bench_exporter_broken_snapshots" in page
+    assert 'run_id="good"' in page and "llm_dissect_exporter_broken_snapshots" in page
 
 
 def test_broken_files(tmp_path: Path) -> None:

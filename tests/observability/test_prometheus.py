@@ -31,6 +31,7 @@ from tests.observability import names
 from tests.observability.names import Query
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, prometheus
 from tests.support.waiting import free_ports, until
+from training_probe.conditions import Conditions
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import CellResult
@@ -45,11 +46,11 @@ GPU_RUN, SWEEP = "20260101-000000-gpus00", "20260101-000000-sweep0"
 MEASURED = (0, 4)  # 4: invalid, on a machine too busy for fair numbers; they are still the same in both places
 BUCKET_RATIO = 2**0.5
 HISTOGRAMS = {
-    "ttft_ms": "bench_time_to_first_token_seconds",
-    "tpot_ms": "bench_time_per_output_token_seconds",
-    "itl_ms": "bench_inter_token_latency_seconds",
-    "e2el_ms": "bench_end_to_end_latency_seconds",
-    "send_lag_ms": "bench_send_lag_seconds",
+    "ttft_ms": "llm_dissect_time_to_first_token_seconds",
+    "tpot_ms": "llm_dissect_time_per_output_token_seconds",
+    "itl_ms": "llm_dissect_inter_token_latency_seconds",
+    "e2el_ms": "llm_dissect_end_to_end_latency_seconds",
+    "send_lag_ms": "llm_dissect_send_lag_seconds",
 }
 DCGM = "".join(
     f'# TYPE {name} gauge\n{name}{{gpu="0",UUID="GPU-0"}} {value}\n'
@@ -112,7 +113,16 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
 def write_gpus(runs: Path) -> None:
     values = {"memory_used_bytes": 7e10, "power_watts": 312.0, "utilization_ratio": 0.97}
     families = [
-        Family("bench_gpu_" + name, "gauge", name, [MetricSample(v, {"gpu": "0"})]) for name, v in values.items()
+        Family("llm_dissect_gpu_" + name, "gauge", name, [MetricSample(v, {"gpu": "0"})]) for name, v in values.items()
+    ]
+    families += [
+        Family("llm_dissect_gpu_energy_joules", "counter", "Energy.", [MetricSample(9e5, {"gpu": "0"})]),
+        Family(
+            "llm_dissect_gpu_throttled_seconds",
+            "counter",
+            "Throttled.",
+            [MetricSample(3, {"gpu": "0", "reason": "power"})],
+        ),
     ]
     (runs / "gpus").mkdir()
     write_snapshot(runs / "gpus", Snapshot(run_id=GPU_RUN, program="loadgen", state="running", families=families))
@@ -128,7 +138,8 @@ def result(method: str, peak_gb: float | None) -> CellResult:
         model="tiny", task="pretrain", engine="deepspeed", method=method, platform="here", gpus=1, seq_len=64,
         batch_size=2, cell=cell(method).name, outcome="ok" if ok else "oom", tokens_per_s=1000.0 if ok else None,
         step_ms=128.0 if ok else None, mfu_ratio=0.41 if ok else None, loss_last=2.5 if ok else None,
-        peak_memory_gb=peak_gb, predicted_memory_gb=10.0,
+        peak_memory_gb=peak_gb, predicted_memory_gb=10.0, energy_j_per_token=0.5,
+        conditions=Conditions(seconds=9.0, cores=2, thermal_ratio=0.0, power_ratio=0.25),
     )  # fmt: skip
 
 
@@ -194,14 +205,18 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             report = json.loads((runs / name / "report.json").read_text())
             reports[report["run_id"]] = report
             measured[report["run_id"]] = records.read(runs / name)[0].measured()
-        seen = f'run_id_state:bench_run_state:seen_timestamp_seconds{{run_id="{list(reports)[1]}", state="finished"}}'
+        of_run = f'{{run_id="{list(reports)[1]}", state="finished"}}'
+        seen = f"run_id_state:llm_dissect_run_state:seen_timestamp_seconds{of_run}"
         until(lambda: prom.now(seen), "the end of the run")
         until(lambda: prom.now('ALERTS{alertname="SnapshotsBroken", alertstate="firing"}'), "an alert")
         run_id = None
         if real is not None:
             assert real.wait() in MEASURED
             run_id = json.loads((runs / "real-sweep" / "manifest.json").read_text())["run_id"]
-            until(lambda: prom.now(f'bench_run_state{{run_id="{run_id}", state="finished"}}'), "the end of the sweep")
+            until(
+                lambda: prom.now(f'llm_dissect_run_state{{run_id="{run_id}", state="finished"}} == 1'),
+                "the end of the sweep",
+            )
         time.sleep(2 * SCRAPE_S)  # queries over time have no step at their very end
         yield Watched(prom, start, time.time(), reports, measured, *reports, run_id)
 
@@ -227,7 +242,7 @@ def test_every_panel_finds_something(watched: Watched, query: Query) -> None:
     assert found, query
     shown = re.findall(r"\{\{(\w+)\}\}", query.legend)
     assert all(label in series.labels for series in found for label in shown if label != "run_id"), (query, found[0])
-    if "bench_run" in query.expr and query.board != "training":
+    if "llm_dissect_run" in query.expr and query.board != "training":
         assert watched.during in {series.labels.get("run_id") for series in found}
 
 
@@ -244,9 +259,11 @@ def test_a_real_sweep_is_seen(watched: Watched) -> None:
     if watched.trained is None:
         pytest.skip("the training engines are not installed (make test-train)")
     for name in ("tokens_per_second", "step_seconds", "loss", "peak_memory_bytes"):
-        (found,) = watched.prometheus.now(f'bench_training_{name}{{run_id="{watched.trained}"}}', watched.end)
+        (found,) = watched.prometheus.now(f'llm_dissect_training_{name}{{run_id="{watched.trained}"}}', watched.end)
         assert found.labels["cell"] == "tiny_pretrain_ddp_Naive_1x_s32_b1" and found.values[-1] > 0
-    assert watched.prometheus.now(f'bench_training_cells{{run_id="{watched.trained}", outcome="ok"}} == 1', watched.end)
+    assert watched.prometheus.now(
+        f'llm_dissect_training_cells{{run_id="{watched.trained}", outcome="ok"}} == 1', watched.end
+    )
 
 
 def test_every_rule_works_and_every_record_has_data(watched: Watched) -> None:
@@ -264,7 +281,7 @@ def test_of_the_alerts_only_what_is_wrong_fires(watched: Watched) -> None:
 
 
 def test_all_that_is_exported_is_known(watched: Watched) -> None:
-    found = set(watched.prometheus.get("label/__name__/values", **{"match[]": '{__name__=~"bench_.*"}'}))
+    found = set(watched.prometheus.get("label/__name__/values", **{"match[]": '{__name__=~"llm_dissect_.*"}'}))
     assert found >= names.EXPORTED
     # When counters began, which OpenMetrics sends along.
     assert {name for name in found - names.EXPORTED if not name.endswith("_created")} == set()
@@ -275,12 +292,14 @@ def test_counts_are_those_of_the_report(watched: Watched, which: str) -> None:
     run_id = getattr(watched, which)
     report = watched.reports[run_id]
     one = watched.prometheus.one
-    assert one(f'bench_requests_total{{run_id="{run_id}", outcome="ok"}}') == report["requests"]["ok"]
-    assert one(f'sum(bench_requests_total{{run_id="{run_id}", outcome!="ok"}})') == report["requests"]["failed"] == 0
-    assert one(f'bench_requests_planned{{run_id="{run_id}"}}') == report["requests"]["planned"]
-    assert one(f'bench_requests_in_flight{{run_id="{run_id}"}}') == 0
-    assert one(f'bench_prompt_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["prompt"]
-    assert one(f'bench_output_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["output"]
+    assert one(f'llm_dissect_requests_total{{run_id="{run_id}", outcome="ok"}}') == report["requests"]["ok"]
+    assert (
+        one(f'sum(llm_dissect_requests_total{{run_id="{run_id}", outcome!="ok"}})') == report["requests"]["failed"] == 0
+    )
+    assert one(f'llm_dissect_requests_planned{{run_id="{run_id}"}}') == report["requests"]["planned"]
+    assert one(f'llm_dissect_requests_in_flight{{run_id="{run_id}"}}') == 0
+    assert one(f'llm_dissect_prompt_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["prompt"]
+    assert one(f'llm_dissect_output_tokens_total{{run_id="{run_id}"}}') == report["tokens"]["output"]
     for metric, name in HISTOGRAMS.items():
         n, mean = report["metrics"][metric]["n"], report["metrics"][metric]["mean"]
         assert one(f'{name}_count{{run_id="{run_id}"}}') == n, name
@@ -311,7 +330,9 @@ def test_quantiles_are_those_of_the_report(watched: Watched, which: str, metric:
 def test_the_rate_is_that_of_the_load(watched: Watched) -> None:
     """Half way through a run that sends evenly, Prometheus sees the rate that it was given."""
     found = watched.prometheus.over(
-        f'sum(rate(bench_requests_total{{run_id="{watched.during}", outcome="ok"}}[8s]))', watched.start, watched.end
+        f'sum(rate(llm_dissect_requests_total{{run_id="{watched.during}", outcome="ok"}}[8s]))',
+        watched.start,
+        watched.end,
     )
     assert max(found[0].values) == pytest.approx(RATE, rel=0.2)
 

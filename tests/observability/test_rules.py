@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from loadgen.monitor.exporter import Exporter
+from loadgen.rundir import Family, Histogram, MetricSample
 from tests.loadgen.monitor.test_exporter import HOSTILE_FAMILIES, put
 from tests.observability import names
 from tests.observability.programs import program
@@ -40,6 +41,23 @@ def test_the_exporter_of_hostile_directories_is_well_formed(tmp_path: Path) -> N
     words = [program("promtool"), "check", "metrics"]
     done = subprocess.run(words, input=page, capture_output=True, timeout=180)
     assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: it is read, and a name could be better
+
+
+@pytest.mark.prometheus
+def test_the_exporter_of_all_that_there_is_is_clean(tmp_path: Path) -> None:
+    of_runs = [name for name in names.GAUGES if "_run_" not in name and "_exporter_" not in name]
+    put(
+        tmp_path,
+        "all",
+        families=[
+            *(Family(name, "gauge", "X.", [MetricSample(1)]) for name in of_runs),
+            *(Family(name.removesuffix("_total"), "counter", "X.", [MetricSample(1)]) for name in names.COUNTERS),
+            *(Family(name, "histogram", "X.", histograms=[Histogram([1], [1, 0], 0.5)]) for name in names.HISTOGRAMS),
+        ],
+    )
+    words, page = [program("promtool"), "check", "metrics"], Exporter(tmp_path).page()[0]
+    done = subprocess.run(words, input=page, capture_output=True, timeout=180)
+    assert (done.returncode, done.stderr) == (0, b"") and b"llm_dissect_training_steps_total" in page
 
 
 def test_every_alert_has_a_known_answer_for_and_against() -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ class CellProgress:
         """Rank 0 has finished a step of the present run, `done` of `of` by now; `share` of the cell is done."""
         with self._progress.lock:
             self.latest.append(step)
+            self._progress.trained(self)
             self.doing = f"{self._what} step {done}/{of}"
             self._progress.show(self, share, at_least_after_s=EVERY_S)
 
@@ -124,6 +125,7 @@ class Progress:
         self._picture = Picture(sys.stderr.fileno(), EVERY_S) if terminal.draws(sys.stderr) else None
         self._speeds: deque[float | None] = deque(maxlen=MAX_SPARK)
         self._running: list[CellProgress] = []
+        self._trained: dict[str, tuple[dict[str, str], int, int]] = {}  # by cell: labels, steps, tokens
         self.lock = threading.RLock()
         self._began_s = self._shown_s = time.monotonic()
 
@@ -147,6 +149,11 @@ class Progress:
             self._series.end(result.cell)
             self.say(f"{self._series.place(result.cell)}  {finished(result)}")
             self._write("running")
+
+    def trained(self, cell: CellProgress) -> None:
+        """One more step of a cell, of whatever run of it."""
+        labels, steps, tokens = self._trained.get(cell.cell.name, (_labels(cell.cell, cell.cell.name), 0, 0))
+        self._trained[cell.cell.name] = labels, steps + 1, tokens + cell.running.tokens_per_step
 
     def say(self, text: str) -> None:
         """A line that stays on the screen."""
@@ -200,7 +207,14 @@ class Progress:
         for cell in self._running:
             _add(samples, self._present(cell), cell.cell, cell.cell.name)
         outcomes = Counter(result.outcome for result in self._results)
+        trained = self._trained.values()
         return [
+            Family(_PREFIX + "steps", "counter", "Optimizer steps, warm-up and searches included.",
+                   [MetricSample(steps, labels) for labels, steps, _ in trained]),
+            Family(_PREFIX + "tokens", "counter", "Tokens that these steps trained on, all GPUs together.",
+                   [MetricSample(tokens, labels) for labels, _, tokens in trained]),
+            Family(_PREFIX + "throttled_ratio", "gauge", "Part of a cell in which a GPU's clocks were held back.",
+                   [*_throttled(self._results)]),
             *(Family(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
             Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
                    [MetricSample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
@@ -223,16 +237,29 @@ def _add(
 ) -> None:
     """A sample of each gauge that is known of the cell."""
     batch = of.micro_batch if isinstance(of, Cell) else of.batch_size
-    labels = {
-        "cell": cell_name, "engine": of.engine, "method": of.method, "model": of.model, "gpus": str(of.gpus),
-        "seq_len": str(of.seq_len), "micro_batch": str(batch or "max"),
-    }  # fmt: skip
+    labels = {**_labels(of, cell_name), "micro_batch": str(batch or "max")}
     for name, value in values.items():
         if value is not None:
             samples[name].append(MetricSample(value, labels))
 
 
-_PREFIX = "bench_training_"
+def _labels(of: Cell | CellResult, cell_name: str) -> dict[str, str]:
+    return {
+        "cell": cell_name, "engine": of.engine, "method": of.method, "model": of.model, "gpus": str(of.gpus),
+        "seq_len": str(of.seq_len),
+    }  # fmt: skip
+
+
+def _throttled(results: Sequence[CellResult]) -> Iterator[MetricSample]:
+    """Of cells that are over, by what held their GPUs' clocks back."""
+    for result in results:
+        if (met := result.conditions) is not None:
+            for reason, ratio in (("heat", met.thermal_ratio), ("power", met.power_ratio)):
+                if ratio is not None:
+                    yield MetricSample(ratio, {**_labels(result, result.cell), "reason": reason})
+
+
+_PREFIX = "llm_dissect_training_"
 _GAUGES = (
     ("step_seconds", "Time of an optimizer step: the last one, or the mean of a cell that is over."),
     ("tokens_per_second", "Tokens trained on in a second, all GPUs together."),
@@ -240,6 +267,7 @@ _GAUGES = (
     ("mfu_ratio", "Model FLOPs done, as a part of the device's peak."),
     ("peak_memory_bytes", "Highest memory allocated on any rank."),
     ("predicted_memory_bytes", "Memory that was predicted to be allocated."),
+    ("energy_joules_per_token", "Energy of the GPUs for a token, once a cell is over."),
 )
 
 
@@ -255,6 +283,7 @@ def _values(result: CellResult) -> dict[str, float | None]:
         "mfu_ratio": result.mfu_ratio,
         "peak_memory_bytes": _bytes(result.peak_memory_gb),
         "predicted_memory_bytes": _bytes(result.predicted_memory_gb),
+        "energy_joules_per_token": result.energy_j_per_token,
     }
 
 

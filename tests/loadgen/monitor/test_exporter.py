@@ -36,13 +36,13 @@ def snapshot(run_id: str, **more: object) -> Snapshot:
     histogram = Histogram([0.1, 0.2], [1, 2, 3], 1.5, {}, {0: ("7", 0.05)})
     families = [
         Family(
-            "bench_requests",
+            "llm_dissect_requests",
             "counter",
             "Requests.",
             [MetricSample(5, {"outcome": "ok"}), MetricSample(1, {"outcome": "timeout"})],
         ),
-        Family("bench_requests_in_flight", "gauge", "In flight.", [MetricSample(3)]),
-        Family("bench_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
+        Family("llm_dissect_requests_in_flight", "gauge", "In flight.", [MetricSample(3)]),
+        Family("llm_dissect_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
     ]
     usual: dict[str, object] = {
         "run_id": run_id, "program": "loadgen", "state": "running", "labels": {"model": HOSTILE}, "families": families
@@ -79,17 +79,17 @@ def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None
     for name in ("a", "b"):
         put(tmp_path, name)
     samples = page(tmp_path)
-    assert one(samples, "bench_requests_total", run_id="a", outcome="ok") == 5
-    assert one(samples, "bench_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
-    assert one(samples, "bench_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
-    assert one(samples, "bench_time_to_first_token_seconds_count", run_id="b") == 6
-    assert one(samples, "bench_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
-    assert one(samples, "bench_run_state", run_id="a", program="loadgen", state="running") == 1
-    assert one(samples, "bench_exporter_runs") == 2
+    assert one(samples, "llm_dissect_requests_total", run_id="a", outcome="ok") == 5
+    assert one(samples, "llm_dissect_time_to_first_token_seconds_bucket", run_id="b", le="0.2") == 3
+    assert one(samples, "llm_dissect_time_to_first_token_seconds_bucket", run_id="b", le="+Inf") == 6
+    assert one(samples, "llm_dissect_time_to_first_token_seconds_count", run_id="b") == 6
+    assert one(samples, "llm_dissect_run_info", run_id="a", program="loadgen", model=HOSTILE) == 1
+    assert one(samples, "llm_dissect_run_state", run_id="a", program="loadgen", state="running") == 1
+    assert one(samples, "llm_dissect_exporter_runs") == 2
     families = list(parse_open_metrics(Exporter(tmp_path).page(OPEN_METRICS)[0].decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))  # a family stands once, with the samples of all runs
-    ttft = next(family for family in families if family.name == "bench_time_to_first_token_seconds")
+    ttft = next(family for family in families if family.name == "llm_dissect_time_to_first_token_seconds")
     exemplars = [sample.exemplar for sample in ttft.samples if sample.exemplar]
     assert [exemplar.labels for exemplar in exemplars] == [{"request_id": "7"}] * 2
 
@@ -97,11 +97,11 @@ def test_both_formats_are_read_by_prometheus_own_parsers(tmp_path: Path) -> None
 def test_a_changed_snapshot_is_read_again(tmp_path: Path) -> None:
     shown = Exporter(tmp_path)
     path = put(tmp_path, "a")
-    assert b"bench_requests_in_flight" in shown.page()[0]
+    assert b"llm_dissect_requests_in_flight" in shown.page()[0]
     put(tmp_path, "a", families=[], state="finished")
     os.utime(path, ns=(1, time.time_ns() + 5_000_000))
     text = shown.page()[0]
-    assert b"bench_requests_in_flight" not in text and b'state="finished"' in text
+    assert b"llm_dissect_requests_in_flight" not in text and b'state="finished"' in text
 
 
 def test_broken_snapshots_are_left_out_and_counted_while_they_are_there(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_broken_snapshots_are_left_out_and_counted_while_they_are_there(tmp_path
         (tmp_path / name / "snapshot.json").write_bytes(content)
     for accept in ("", OPEN_METRICS, "text/plain"):
         text = shown.page(accept)[0].decode()
-        assert "bench_exporter_broken_snapshots 9.0" in text and "bench_exporter_runs 1.0" in text
+        assert "llm_dissect_exporter_broken_snapshots 9.0" in text and "llm_dissect_exporter_runs 1.0" in text
     assert 'run_id="good"' in text
     put(tmp_path, "cut")
     (tmp_path / "empty" / "snapshot.json").unlink()
     text = shown.page()[0].decode()
-    assert "bench_exporter_broken_snapshots 7.0" in text and 'run_id="cut"' in text
+    assert "llm_dissect_exporter_broken_snapshots 7.0" in text and 'run_id="cut"' in text
 
 
 def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_lies_about_in_the_directory_hides_no_run(tmp_path: Path) -> None:
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "snapshot.json")
     samples = page(tmp_path)
-    assert one(samples, "bench_exporter_runs") == 1 and one(samples, "bench_exporter_broken_snapshots") == 0
+    assert one(samples, "llm_dissect_exporter_runs") == 1 and one(samples, "llm_dissect_exporter_broken_snapshots") == 0
 
 
 def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_a_run_that_is_there_twice_is_shown_once_as_written_last(tmp_path: Path)
     write_snapshot(tmp_path / "copy", snapshot("a", state="finished"))
     os.utime(tmp_path / "copy" / "snapshot.json", ns=(1, time.time_ns() + 5_000_000))
     samples = page(tmp_path)  # it asserts that no series is there twice
-    assert one(samples, "bench_exporter_runs") == 1
-    assert one(samples, "bench_run_state", run_id="a", program="loadgen", state="finished") == 1
+    assert one(samples, "llm_dissect_exporter_runs") == 1
+    assert one(samples, "llm_dissect_run_state", run_id="a", program="loadgen", state="finished") == 1
 
 
 def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> No
         ("b", "gauge", "New words."),
         ("c", "counter", "Other."),
     ):
-        put(tmp_path, name, families=[Family("bench_x", kind, help_text, [MetricSample(1)])])  # type: ignore[arg-type]
+        put(tmp_path, name, families=[Family("llm_dissect_x", kind, help_text, [MetricSample(1)])])  # type: ignore[arg-type]
     families = list(parse_open_metrics(Exporter(tmp_path).page(OPEN_METRICS)[0].decode()))
-    (shared,) = (family for family in families if family.name == "bench_x")
+    (shared,) = (family for family in families if family.name == "llm_dissect_x")
     assert len(shared.samples) == (2 if shared.type == "gauge" else 1)
 
 
@@ -165,16 +165,47 @@ def test_runs_age_and_stale_ones_say_so(tmp_path: Path) -> None:
     running, finished = put(tmp_path, "running"), put(tmp_path, "finished", state="finished")
     now = running.stat().st_mtime
     later = page(tmp_path, now + STALE_S + 1)
-    assert one(later, "bench_run_state", run_id="running", program="loadgen", state="stale") == 1
-    assert one(later, "bench_run_state", run_id="finished", program="loadgen", state="finished") == 1
-    assert one(page(tmp_path, now + 101, keep_s=100), "bench_exporter_runs") == 0
+    assert one(later, "llm_dissect_run_state", run_id="running", program="loadgen", state="stale") == 1
+    assert one(later, "llm_dissect_run_state", run_id="finished", program="loadgen", state="finished") == 1
+    assert one(page(tmp_path, now + 101, keep_s=100), "llm_dissect_exporter_runs") == 0
     assert finished.exists()
+
+
+def test_a_run_is_in_one_of_all_states(tmp_path: Path) -> None:
+    put(tmp_path, "a", state="stopped")
+    states = {each: {"run_id": "a", "program": "loadgen", "state": each} for each in exporter.STATES}
+    samples = page(tmp_path)
+    found = {each: one(samples, "llm_dissect_run_state", **labels) for each, labels in states.items()}
+    assert found == {"running": 0, "finished": 0, "stopped": 1, "stale": 0}
+    old = [labels for (name, labels) in samples if name == "bench_run_state"]
+    assert old == [tuple(sorted(states["stopped"].items()))]  # as it was: the present one alone
+
+
+def test_old_names_say_that_they_go_and_old_snapshots_have_the_new_ones(tmp_path: Path) -> None:
+    new = [Family("llm_dissect_training_steps", "counter", "Steps.", [MetricSample(8)])]
+    put(tmp_path, "new", families=[*snapshot("new").families, *new])
+    was = [
+        msgspec.structs.replace(each, name=each.name.replace("llm_dissect_", "bench_"))
+        for each in snapshot("x").families
+    ]
+    put(tmp_path, "old", families=was)
+    samples = page(tmp_path)
+    for name in ("requests_total", "time_to_first_token_seconds_count", "run_info", "exporter_runs"):
+        by_prefix = [
+            {labels: value for (each, labels), value in samples.items() if each == f"{prefix}{name}"}
+            for prefix in ("llm_dissect_", "bench_")
+        ]
+        assert by_prefix[0] and by_prefix[0] == by_prefix[1]
+    assert "bench_training_steps_total" not in {name for name, _ in samples}
+    text = Exporter(tmp_path).page()[0].decode()
+    helps = [line for line in text.splitlines() if line.startswith("# HELP bench_")]
+    assert helps and all(" Deprecated, gone in the next version: llm_dissect_" in line for line in helps)
 
 
 def test_a_run_directory_itself_and_none_at_all(tmp_path: Path) -> None:
     put(tmp_path, "a")
-    assert one(page(tmp_path / "a"), "bench_exporter_runs") == 1
-    assert one(page(tmp_path / "nowhere"), "bench_exporter_runs") == 0
+    assert one(page(tmp_path / "a"), "llm_dissect_exporter_runs") == 1
+    assert one(page(tmp_path / "nowhere"), "llm_dissect_exporter_runs") == 0
 
 
 @pytest.fixture
@@ -292,20 +323,22 @@ def test_export_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> No
 
 
 HOSTILE_FAMILIES = {
-    "a reserved label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"__name__": "bench_y"})]),
-    "no label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"a b": "c"})]),
-    "an empty label": Family("bench_x", "gauge", "X.", [MetricSample(1, {"": "c"})]),
-    "another run's": Family("bench_x", "gauge", "X.", [MetricSample(1, {"run_id": "good"})]),
-    "a bucket": Family("bench_x", "gauge", "X.", [MetricSample(1, {"le": "1"})]),
+    "a reserved label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"__name__": "llm_dissect_y"})]),
+    "no label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"a b": "c"})]),
+    "an empty label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"": "c"})]),
+    "another run's": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"run_id": "good"})]),
+    "a bucket": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"le": "1"})]),
     "no name": Family("bench x\ny", "gauge", "X."),
     "another program's": Family("up", "gauge", "X.", [MetricSample(1)]),
-    "our own": Family("bench_exporter_runs", "gauge", "X.", [MetricSample(1)]),
-    "each run's": Family("bench_run_info", "gauge", "X.", [MetricSample(1)]),
-    "a series twice": Family("bench_x", "gauge", "X.", [MetricSample(1, {"a": "b"}), MetricSample(2, {"a": "b"})]),
-    "a counter's": Family("bench_requests_total", "gauge", "X.", [MetricSample(1)]),
-    "a histogram's": Family("bench_time_to_first_token_seconds_count", "gauge", "X.", [MetricSample(1)]),
-    "bounds that fall": Family("bench_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]),
-    "counts below zero": Family("bench_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
+    "our own": Family("llm_dissect_exporter_runs", "gauge", "X.", [MetricSample(1)]),
+    "each run's": Family("llm_dissect_run_info", "gauge", "X.", [MetricSample(1)]),
+    "a series twice": Family(
+        "llm_dissect_x", "gauge", "X.", [MetricSample(1, {"a": "b"}), MetricSample(2, {"a": "b"})]
+    ),
+    "a counter's": Family("llm_dissect_requests_total", "gauge", "X.", [MetricSample(1)]),
+    "a histogram's": Family("llm_dissect_time_to_first_token_seconds_count", "gauge", "X.", [MetricSample(1)]),
+    "bounds that fall": Family("llm_dissect_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]),
+    "counts below zero": Family("llm_dissect_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
 }
 
 
@@ -319,18 +352,18 @@ def test_no_snapshot_makes_the_page_unreadable(accept: str, family: Family, tmp_
     parsed = list((parse_open_metrics if accept else parse_text)(text))
     runs = {sample.labels.get("run_id") for metric in parsed for sample in metric.samples}
     assert "good" in runs and "bad" not in runs
-    assert "bench_exporter_broken_snapshots 1.0" in text
+    assert "llm_dissect_exporter_broken_snapshots 1.0" in text
 
 
 def test_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     evil = "\x1b[31m\u202e\x00\r"
-    family = Family("bench_x", "gauge", evil, [MetricSample(1, {"a": evil})])
+    family = Family("llm_dissect_x", "gauge", evil, [MetricSample(1, {"a": evil})])
     histogram = Histogram([1.0], [1, 1], 1.0, exemplars={0: (evil, 0.5)})
-    families = [family, Family("bench_y", "histogram", evil, histograms=[histogram])]
+    families = [family, Family("llm_dissect_y", "histogram", evil, histograms=[histogram])]
     put(tmp_path, "r", labels={"model": evil}, families=families)
     for accept in ("", OPEN_METRICS):
         text = Exporter(tmp_path).page(accept)[0].decode()
-        assert "bench_x" in text and text.replace("\n", "").isprintable()
+        assert "llm_dissect_x" in text and text.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(

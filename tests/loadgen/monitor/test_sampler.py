@@ -313,7 +313,7 @@ def test_the_last_sample_is_in_the_last_snapshot(tmp_path: Path, script: Script)
         script.body = b"running 8\n"
         process.end()
     families = json.loads((tmp_path / "snapshot.json").read_bytes())["families"]
-    (running,) = (family for family in families if family["name"] == "bench_server_requests_running")
+    (running,) = (family for family in families if family["name"] == "llm_dissect_server_requests_running")
     assert running["samples"][0]["value"] == 8
 
 

@@ -119,7 +119,7 @@ def test_a_gpu_library_that_crashes_costs_the_samples_and_no_snapshot(
         return monitor.trouble
 
     assert asyncio.run(beside()) is None
-    assert value(read_snapshot(tmp_path), "bench_requests_planned") == 50
+    assert value(read_snapshot(tmp_path), "llm_dissect_requests_planned") == 50
     view = read(tmp_path, RUN, 0, 0)
     assert view is not None and view.server is not None
     assert view.server.problem == "the sampling process ended with exit code -11 before it was ready"
@@ -253,8 +253,8 @@ def test_the_process_beside_a_run_writes_a_last_snapshot_when_it_is_let_go(tmp_p
     asyncio.run(beside())
     snapshot = read_snapshot(tmp_path)
     assert snapshot.run_id == manifest.run_id and snapshot.state == "finished"
-    assert value(snapshot, "bench_requests", outcome="ok") == 10
-    assert value(snapshot, "bench_requests_planned") == 50
+    assert value(snapshot, "llm_dissect_requests", outcome="ok") == 10
+    assert value(snapshot, "llm_dissect_requests_planned") == 50
     assert snapshot.labels == {"backend": "vllm", "model": "m", "arrival": "burst", "emulated": "true", "version": "1"}
 
 
@@ -276,7 +276,7 @@ def test_the_run_is_served_at_the_port(tmp_path: Path) -> None:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-                if "bench_requests_in_flight" in (text := reply.read().decode()):
+                if "llm_dissect_requests_in_flight" in (text := reply.read().decode()):
                     return str(text)
             time.sleep(0.05)
         raise AssertionError("no page")
@@ -287,7 +287,7 @@ def test_the_run_is_served_at_the_port(tmp_path: Path) -> None:
             monitor.progress(Live(planned=50, in_flight=3))
             return await asyncio.to_thread(page)
 
-    assert f'bench_run_state{{program="loadgen",run_id="{RUN}",state="running"}} 1.0' in asyncio.run(beside())
+    assert f'llm_dissect_run_state{{program="loadgen",run_id="{RUN}",state="running"}} 1.0' in asyncio.run(beside())
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RunError, match="cannot listen on"):
         asyncio.run(beside())
 

@@ -69,7 +69,7 @@ def snapshot(directory: Path) -> dict[str, dict[str, float]]:
     read = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=Snapshot)
     assert read.schema == "llm_dissect.snapshot/1" and read.program == "training_probe"
     return {
-        family.name.removeprefix("bench_training_"): {
+        family.name.removeprefix("llm_dissect_training_"): {
             sample.labels.get("cell", sample.labels.get("outcome", "")): sample.value for sample in family.samples
         }
         for family in read.families
@@ -171,6 +171,9 @@ def test_no_cell_stops_the_others(tmp_path: Path) -> None:
     assert seen["cells_planned"] == {"": 8} and seen["state"] == {"finished": 1}
     assert seen["tokens_per_second"][got["ok"].cell] == got["ok"].tokens_per_s
     assert seen["step_seconds"][got["ok"].cell] == pytest.approx(STEP_S)
+    steps = got["ok"].runs * (got["ok"].warmup_steps + got["ok"].steps)
+    assert seen["steps"][got["ok"].cell] == steps and seen["steps"][got["infinite"].cell] > 0
+    assert seen["tokens"][got["ok"].cell] == steps * 10 * (got["ok"].batch_size or 0)
 
 
 def test_what_makes_no_sense_here_is_a_row_with_its_reason(tmp_path: Path) -> None:
@@ -539,6 +542,7 @@ def test_what_is_shown_of_a_sweep_that_goes_on(tmp_path: Path, monkeypatch: pyte
     assert seen["mfu_ratio"] == {one.name: pytest.approx(0.004)}
     assert seen["step_seconds"] == {one.name: 0.5} and seen["loss"] == {one.name: 2.5}
     assert seen["predicted_memory_bytes"] == {one.name: 3 * GIB}
+    assert seen["steps"] == {one.name: 1} and seen["tokens"] == {one.name: 2 * 10}
     running.step(step(1, 0.5), 2, 4, share=0.5)  # within the same second: the file is not written again
     assert snapshot(tmp_path) == seen
     now = 20.0
