@@ -35,6 +35,12 @@ def of_files(manifest: Manifest, header: Header) -> list[str]:
         clauses.append("the run began before its machine's clock did")
     if header.version != manifest.version:
         clauses.append(f"the manifest is of version {manifest.version}, and the records of {header.version}")
+    asked = manifest.config.get("backend")
+    if isinstance(asked, str) and asked != manifest.backend:
+        clauses.append(f"the manifest is of a run with --backend {asked}, and names the backend {manifest.backend}")
+    modelled = manifest.emulation is not None or manifest.timetable is not None
+    if not manifest.emulated and (modelled or manifest.config.get("launch") == "embedded"):
+        clauses.append("the manifest says that nothing was emulated, and what was true of an emulated server")
     started = _STARTED.fullmatch(manifest.run_id)
     with contextlib.suppress(ValueError):  # digits that are no time
         named_s = calendar.timegm(time.strptime(started[1], _WHEN)) if started else manifest.started_unix_s

@@ -200,13 +200,33 @@ def another_version(directory: Path) -> None:
     rundir.write_manifest(directory, manifest(version="9.9", requests_planned=1, client_processes=1))
 
 
+def another_backend(directory: Path) -> None:
+    asked = {"backend": "vllm"}
+    rundir.write_manifest(directory, manifest(backend="sglang", config=asked, requests_planned=1, client_processes=1))
+
+
+def no_emulation(directory: Path) -> None:
+    embedded = {"launch": "embedded"}
+    rundir.write_manifest(directory, manifest(config=embedded, requests_planned=1, client_processes=1))
+
+
 def before_the_clock(directory: Path) -> None:
     path = directory / "requests.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"t0_monotonic_ns":0', b'"t0_monotonic_ns":-5'))
 
 
 @pytest.mark.parametrize(
-    "spoil", [other_manifest, last_line_twice, other_model, another_day, another_version, before_the_clock]
+    "spoil",
+    [
+        other_manifest,
+        last_line_twice,
+        other_model,
+        another_day,
+        another_version,
+        before_the_clock,
+        another_backend,
+        no_emulation,
+    ],
 )
 def test_a_directory_that_was_put_together(
     spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
