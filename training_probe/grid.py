@@ -30,6 +30,7 @@ AdapterDtype = Literal["bf16", "fp32"]
 Device = Literal["cuda", "cpu"]
 Loss = Literal["plain", "chunked", "liger"]
 Optim = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "muon"]
+States = Literal["fp32", "bf16-stochastic", "bf16-kahan"]
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "megatron", "fsdp2", "ddp")
 PAPER_SEQ_LEN = 350
@@ -150,9 +151,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     double_quant: whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in
     torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
-    optim: what updates; adamw_8bit says so of one of them, as files of before have it.
     lengths: a law of the sequences' lengths, each cut at seq_len; empty: all are seq_len. packing: those sequences are
     put into rows of seq_len, and a micro batch is so many rows; else each is padded to the longest of its micro batch.
+    optim: what updates; adamw_8bit says so of one of them, as files of before have it. states: of fsdp2, what its
+    weights and moments are kept in, and in bf16 how a step too small for it is not lost.
     """
 
     model: str
@@ -182,6 +184,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     lengths: str = ""
     packing: bool = False
     optim: Optim = "adamw"
+    states: States = "fp32"
 
     def __post_init__(self) -> None:
         agree(self)
@@ -311,6 +314,8 @@ class Options(Protocol):
     @property
     def optim(self) -> str: ...
     @property
+    def states(self) -> str: ...
+    @property
     def checkpoint(self) -> str: ...
     @property
     def loss(self) -> str: ...
@@ -333,6 +338,7 @@ def beyond_letters(of: Options) -> list[str]:
         "adapter_dtype": f"{of.adapter_dtype}-adapters",
         "double_quant": "single-quant",
         "optim": {"adamw-8bit": "adamw8bit", "paged-adamw-8bit": "paged-adamw8bit"}.get(of.optim, of.optim),
+        "states": of.states,
         "checkpoint": f"ac-{of.checkpoint}",
         "loss": f"{of.loss}-loss",
         "dp_replicate": f"hsdp{of.dp_replicate}",
@@ -362,6 +368,8 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
         idle["optim"] = "of what it trains nothing is a matrix of a layer, and AdamW updates all of it"
     if not cell.lengths:
         idle["packing"] = "all of its sequences fill a row (--lengths names others)"
+    if cell.letters.adapter and not cell.own:
+        idle["states"] = "it trains adapters, and --adapter-dtype says in what"
     if layers is not None and (every := cell.recomputed_every) and every > layers:
         idle["checkpoint"] = f"its model has {layers} layers, and none is the {every}-th"
     idle = {name: why for name, why in idle.items() if getattr(cell, name) != _DEFAULTS[name]}
@@ -617,6 +625,17 @@ def _of_optimizer(cell: Cell, method: Method) -> Iterator[str]:
             "bitsandbytes pages no moments of fsdp2's sharded tensors; use ddp or deepspeed, or --optimizer "
             "adamw-8bit, which is torchao's there"
         )
+
+    if cell.states == "fp32":
+        return
+    if cell.engine != "fsdp2":
+        yield f"--states {cell.states} is built for fsdp2; ddp keeps all in plain bf16, ZeRO has fp32 masters"
+    if method.offload or cell.tp > 1:
+        yield f"--states {cell.states} is built for weights on the GPU that TP does not divide; leave O and --tp out"
+    if cell.states == "bf16-stochastic" and cell.dp_replicate > 1:
+        yield "replicas of HSDP would each round in a way of their own; use --states bf16-kahan"
+    if cell.optim not in ("adamw", "adamw-8bit" if cell.states == "bf16-stochastic" else "adamw"):
+        yield f"--states {cell.states} is AdamW's; leave --optimizer {cell.optim} out"
 
 
 def _of_lengths(cell: Cell, method: Method) -> Iterator[str]:

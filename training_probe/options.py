@@ -66,7 +66,7 @@ WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
 UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8", "lengths", "packing")
 METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", "optimizer",
-           *UNTRACED_METHODS)  # fmt: skip
+           "states", *UNTRACED_METHODS)  # fmt: skip
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _methods = partial(option, OF_METHODS)
@@ -168,6 +168,10 @@ class Grid:
             "the rest."
         ),
     ] = "adamw"
+    states: Annotated[
+        grid.States,
+        _methods("Weights and moments of fsdp2: fp32, or bf16 with stochastic rounding (torchao) or with Kahan's sum."),
+    ] = "fp32"
     checkpoint: Annotated[
         str,
         _methods(
@@ -671,7 +675,7 @@ def needed(cells: Sequence[Cell]) -> list[str]:
             names["peft"] = None
         if method.four_bit or (cell.eight_bit and cell.engine != "fsdp2"):
             names["bitsandbytes"] = None
-        if cell.fp8 or (cell.eight_bit and cell.engine == "fsdp2"):
+        if cell.fp8 or cell.states == "bf16-stochastic" or (cell.eight_bit and cell.engine == "fsdp2"):
             names["torchao"] = None
         if cell.loss == "liger":
             names["liger_kernel"] = None

@@ -43,6 +43,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "double_quant": ([], "double_quant", False),
     "adamw_8bit": ([], "adamw_8bit", True),
     "optimizer": (["muon"], "optim", "muon"),
+    "states": (["bf16-kahan"], "states", "bf16-kahan"),
     "checkpoint": (["op"], "checkpoint", "op"),
     "loss": (["chunked"], "loss", "chunked"),
     "dp_replicate": (["2"], "dp_replicate", 2),

@@ -27,6 +27,7 @@ from training_probe.memory.rank import (
     with_bf16_states,
     with_new_gradients,
 )
+from training_probe.protocol import KAHAN_CHUNK
 
 # --- What is set or measured, and may need a new look with a new version ---
 # DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
@@ -48,6 +49,7 @@ FOREACH_ADAM_BYTES = 4
 # ZeRO 1 and 2 keep Muon's momentum twice in the gradients' bf16: the last step's and the one that is being made. ZeRO 3
 # gathers as many elements as a bucket has, of gradients and of the momentum, through a buffer.
 MUON_STAGED, MUON_GATHERED = 4, 6
+KAHAN_BYTES = 16  # mean, square and their gradient; then mean, square, weight and its exact form
 # --- ---
 
 
@@ -254,6 +256,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = _fsdp2_bytes(rank)  # bytes of a trained weight, its gradient and each moment
+    kahan = rank.cell.states == "bf16-kahan"
     held = libraries(rank)
     gradients = []
     if not offload:
@@ -261,6 +264,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
             product("parameters", width, trainable, "trainable", ranks),
             *([product("frozen parameters", 2, counts.frozen, "frozen", ranks)] if counts.frozen else []),
             *rank.states(2 * width, ranks),
+            *([product("remainders", 2, trainable, "trainable, Kahan's", ranks)] if kahan else []),
         ]
         gradients = [product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
@@ -274,6 +278,11 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     root_trains = 0 if rank.method.adapter else root
     own = product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")
     reduced = product("buckets", 4, counts.layer_trainable, "trainable of a layer, fp32, to be reduced")
+    if rank.cell.states != "fp32":  # an fp32 gradient is where it was reduced to
+        into = 4 + 4 / ranks
+        reduced = product(
+            "buckets", into, counts.layer_trainable, "trainable of a layer, fp32, to be reduced and reduced"
+        )
     head = product(
         "head's gradient", 2, min(root_trains, counts.embedding), "elements, kept until the root's are reduced"
     )
@@ -285,11 +294,13 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     yield rank.first_layer([*held, *(before or reached), last, own, reduced, head])
     roots = product("buckets", 6, root_trains, "elements of the root: bf16 gradients, fp32 to be reduced")
     yield Moment("last reduction", (*held, *gradients, roots))
-    yield Moment("optimizer step", (*held, *gradients, *rank.muon(width)))
+    part = min(-(-counts.largest_trainable // ranks), KAHAN_CHUNK)
+    wide = [product("Kahan's sum", KAHAN_BYTES, part, "elements at a time, fp32")] if kahan else []
+    yield Moment("optimizer step", (*held, *gradients, *rank.muon(width), *wide))
 
 
 def _fsdp2_bytes(rank: Rank) -> int:
-    return rank.trained_bytes if rank.method.adapter else 4
+    return rank.trained_bytes if rank.method.adapter or rank.cell.states != "fp32" else 4
 
 
 def _megatron(rank: Rank) -> Iterator[Moment]:

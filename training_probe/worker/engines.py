@@ -140,7 +140,7 @@ class _Torch(_Phased):
         self.adam = optimizers.build(model, trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         label = optimizers.named(self.adam)
-        self.optimizer = label + (" fused" if label.endswith("AdamW") else "")
+        self.optimizer = label + (" fused" if label.endswith(" AdamW") else "")
 
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
         self._synchronise(last)
@@ -182,8 +182,8 @@ class Ddp(_Torch):
 
 
 class Fsdp2(_Torch):
-    """torch's fully_shard, a group a layer: fp32 weights and moments, bf16 compute, fp32 reduction. How ranks divide
-    the weights is `sharding`'s."""
+    """torch's fully_shard, a group a layer: fp32 weights and moments (or --states), bf16 compute, fp32 reduction. How
+    ranks divide the weights is `sharding`'s."""
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -193,7 +193,7 @@ class Fsdp2(_Torch):
         self._part = ring.Part(cell, device) if cell.cp > 1 else None
         with torch.device("meta"):
             model = models.adapt(models.build(trial), trial)
-        if cell.letters.adapter is None:
+        if cell.letters.adapter is None and cell.states == "fp32":
             model.to(torch.float32)  # what is trained has fp32 masters; a frozen model with its adapters stays bf16
         policy: dict[str, Any] = {
             "mesh": sharding.data_mesh(mesh),

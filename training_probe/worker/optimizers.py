@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from training_probe.protocol import BETAS, MUON_MOMENTUM, MUON_TIMES, WEIGHT_DECAY, Trial, learning_rate
+from training_probe.protocol import BETAS, KAHAN_CHUNK, MUON_MOMENTUM, MUON_TIMES, WEIGHT_DECAY, Trial, learning_rate
 from training_probe.worker import sharding
 
+MOMENTS, EPSILON = ("exp_avg", "exp_avg_sq", "remainder"), 1e-8
 NO_LAYERS = ("embed", "lm_head")  # what DeepSpeed's Muon leaves to AdamW as well, by parts of its name
 
 
@@ -34,6 +35,44 @@ class MuonAndAdamW:
             one.zero_grad(set_to_none=set_to_none)
 
 
+class KahanAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+    """AdamW on bf16 weights with bf16 moments. What rounding takes from a weight is kept and added at the next step, as
+    in Kahan's sum: both together have some 16 bits. Never compiled: torch's compiler keeps what is rounded to bf16 and
+    read again in fp32, and nothing would remain."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": 0, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+                state["step"] += 1
+                tensors = (parameter.detach(), parameter.grad, *(state[name] for name in MOMENTS))
+                with torch.no_grad():
+                    for part in zip(
+                        *(sharding.local(each).view(-1).split(KAHAN_CHUNK) for each in tensors), strict=True
+                    ):
+                        _kahan_update(part, group, state["step"])
+
+
+def _kahan_update(part: tuple[Tensor, ...], group: Any, step: int) -> None:
+    weight, gradient, first, second, remainder = part
+    rate, (beta_1, beta_2) = group["lr"], group["betas"]
+    mean = first.float().lerp_(gradient.float(), 1 - beta_1)
+    square = second.float().lerp_(gradient.float().square_(), 1 - beta_2)
+    first.copy_(mean)
+    second.copy_(square)
+    update = mean.div_(1 - beta_1**step).div_(square.div_(1 - beta_2**step).sqrt_().add_(EPSILON))
+    exact = weight.float().add_(remainder).mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+    weight.copy_(exact)
+    remainder.copy_(exact.sub_(weight))
+
+
 def build(model: nn.Module, trial: Trial, *, fused: bool | None = True) -> Any:
     """The cell's optimizer over what trains. With 8-bit moments torchao's for DTensors, which it knows, else that of
     bitsandbytes. fused: torch's AdamW in one kernel; None: as torch chooses."""
@@ -43,12 +82,16 @@ def build(model: nn.Module, trial: Trial, *, fused: bool | None = True) -> Any:
 
     def adam(own: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [{"params": group} for group in sharding.by_mesh(own)]
-        if not cell.eight_bit:
+        stochastic = cell.states == "bf16-stochastic"
+        if cell.states == "bf16-kahan":
+            return KahanAdamW(groups, **settings)
+        if not cell.eight_bit and not stochastic:
             return torch.optim.AdamW(groups, **settings, fused=fused)
         if cell.engine == "fsdp2":
             import torchao.optim
 
-            chosen: torch.optim.Optimizer = torchao.optim.AdamW8bit(groups, **settings)
+            ours: Any = torchao.optim.AdamW8bit if cell.eight_bit else torchao.optim._AdamW
+            chosen: torch.optim.Optimizer = ours(groups, **settings, bf16_stochastic_round=stochastic)
             return chosen
         import bitsandbytes.optim
 

@@ -50,6 +50,7 @@ LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
 SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
 HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
+IN_BF16 = [("Z2", "bf16-stochastic"), ("Z3", "bf16-stochastic"), ("Z3", "bf16-kahan")]
 MUON, BY_MUON = {"optim": "muon"}, [
     ("ddp", "Naive"), ("deepspeed", "Naive"), ("deepspeed", "Z1"), ("deepspeed", "Z2"), ("deepspeed", "Z3"),
     ("fsdp2", "Z2"), ("fsdp2", "Z3"), ("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3"),
@@ -64,6 +65,7 @@ LATER = [
     *((engine, method, HALVES) for engine, method in IN_HALVES),
     *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
     *((engine, method, MUON) for engine, method in BY_MUON),
+    *(("fsdp2", method, {"states": states}) for method, states in IN_BF16),
     *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
     *((engine, method, LIGER) for engine, method in BY_LIGER),
     *((engine, method, PACKED) for engine, method in IN_ROWS),
@@ -301,6 +303,18 @@ def test_8_bit_adamw_learns_as_much(trained: Trained, engine: str, method: str, 
     assert trained.losses(asked) == pytest.approx(trained.losses(tiny.cell(engine, method, gpus)), abs=AGREE)
     package = "torchao" if engine == "fsdp2" else "bitsandbytes"
     assert trained.reports(asked)[0].optimizer == f"{package} AdamW8bit"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("method", "states"), IN_BF16)
+def test_bf16_states_learn_as_much_as_fp32(trained: Trained, method: str, states: str, gpus: int) -> None:
+    asked = tiny.cell("fsdp2", method, gpus, states=states)
+    expected = trained.losses(tiny.cell("fsdp2", method, gpus))
+    found = trained.losses(asked)
+    bound = 10 * AGREE if states == "bf16-stochastic" else 2 * AGREE  # the loss falls by half a unit meanwhile
+    assert found == pytest.approx(expected, abs=bound) and found != expected
+    name = "torchao _AdamW" if states == "bf16-stochastic" else "training_probe KahanAdamW"
+    assert trained.reports(asked)[0].optimizer == name
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

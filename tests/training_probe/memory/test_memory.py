@@ -174,6 +174,19 @@ def test_muon_has_one_moment_of_the_matrices_of_layers(
     assert next(each.bytes for each in last.terms if each.name == "Muon's squares") == 4 * 4096**2
 
 
+@pytest.mark.parametrize(
+    ("states", "more", "bytes_"),
+    [("fp32", {}, (4, 8, 4, 0)), ("bf16-stochastic", {}, (2, 4, 2, 0)), ("bf16-kahan", {}, (2, 4, 2, 2)),
+     ("bf16-stochastic", {"adamw_8bit": True}, (2, 2 + 2 * 4 / 256, 2, 0))],
+)  # fmt: skip
+def test_bf16_states_of_fsdp2(states: Any, more: dict[str, Any], bytes_: tuple[float, ...]) -> None:
+    """Of weights, moments, gradients, and of what rounding took from the weights; on two ranks half of each."""
+    last = of("Z3", engine="fsdp2", gpus=2, states=states, **more).moments[-1]
+    held = {each.name: each.bytes for each in last.terms}
+    names = ("parameters", "optimizer states", "gradients", "remainders")
+    assert [held.get(name, 0) for name in names] == [round(each * N / 2) for each in bytes_]
+
+
 def test_paged_moments_are_not_torchs_and_at_worst_the_hosts() -> None:
     for method, more, usual in (("Naive", {"engine": "ddp"}, 0), ("Z2", {}, 4), ("Z3", {"gpus": 2}, 4)):
         paged = of(method, optim="paged-adamw-8bit", **more)
