@@ -180,7 +180,7 @@ def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
     linears = layer_linears(spec, kind).values()
     four_bit = sum(inputs * outputs for inputs, outputs in linears) if method.four_bit else 0
     adapted = adapted_linears(cell, spec, kind).values()
-    lora = sum(cell.lora_rank * (inputs + outputs) for inputs, outputs in adapted)
+    lora = sum(cell.lora_rank * (inputs + outputs) + cell.dora * outputs for inputs, outputs in adapted)
     # of a mixture, gate and up of all experts are one tensor
     largest = max((inputs * outputs for inputs, outputs in linears), default=0)
     if mlp.experts > 1:
@@ -238,7 +238,7 @@ def flops_per_token(cell: Cell, spec: ModelSpec) -> Flops:
 def _of_extent(cell: Cell, spec: ModelSpec, extent: Extent) -> Flops:
     method, counts, (longer, length) = cell.letters, weights(spec, cell), extent
 
-    lora = counts.adapter if method.has_lora else 0
+    lora = counts.adapter - magnitudes(cell, spec) if method.has_lora else 0
     in_layers = matrix_parameters(spec) + lora
     head = spec.vocab_size * spec.hidden
     trained = lora if method.adapter else head if method.quantized else in_layers + head
@@ -250,8 +250,10 @@ def _of_extent(cell: Cell, spec: ModelSpec, extent: Extent) -> Flops:
     )
     if cell.loss == "chunked":
         repeated += 2.0 * head
+    norms, again = _dora(cell, spec)
+    repeated += again
     return Flops(
-        forward=longer * (2.0 * (in_layers + head) + attention),
+        forward=longer * (2.0 * (in_layers + head) + attention) + norms,
         backward=longer * (2.0 * (in_layers + head) + 2.0 * trained + 2.0 * attention),
         recomputed=longer * repeated,
     )
@@ -350,6 +352,27 @@ def _not_repeated(cell: Cell, spec: ModelSpec, kind: Layers) -> int:
     if whole or kind.mlp.experts > 1 or kind.norms != 2 or "down_proj" in adapted_linears(cell, spec, kind):
         return 0
     return spec.hidden * kind.mlp.width
+
+
+def magnitudes(cell: Cell, spec: ModelSpec) -> int:
+    """How many DoRA has: one for each output of an adapted layer."""
+    adapted = (adapted_linears(cell, spec, kind).values() for kind in spec.kinds)
+    sizes = zip(spec.kinds, adapted, strict=True)
+    return sum(kind.count * outputs for kind, linears in sizes for _, outputs in linears) if cell.dora else 0
+
+
+def _dora(cell: Cell, spec: ModelSpec) -> tuple[float, float]:
+    """FLOPs per token of the norms of DoRA's weights, which are computed once a micro batch: of the products of its
+    matrices; and what comes besides: PEFT multiplies with a unit matrix first, and recomputation does all again."""
+    tokens = (cell.micro_batch or 1) * cell.seq_len
+    norms = beside = 0.0
+    for kind, again in zip(spec.kinds, repeating_layers(cell, spec), strict=True):
+        repeated = 0 if cell.letters.recompute == "selective" else again
+        for inputs, outputs in adapted_linears(cell, spec, kind).values() if cell.dora else ():
+            product, unit = (2.0 * cell.lora_rank * inputs * each / tokens for each in (outputs, inputs))
+            norms += kind.count * product
+            beside += kind.count * unit + repeated * (product + unit)
+    return norms, beside
 
 
 def matrix_parameters(spec: ModelSpec) -> int:

@@ -147,7 +147,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     sequence (FSDP2).
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
-    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype: of L and QL.
+    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype, dora: of L, QL.
     double_quant: whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in
     torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
@@ -185,6 +185,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     packing: bool = False
     optim: Optim = "adamw"
     states: States = "fp32"
+    dora: bool = False
 
     def __post_init__(self) -> None:
         agree(self)
@@ -316,6 +317,8 @@ class Options(Protocol):
     @property
     def states(self) -> str: ...
     @property
+    def dora(self) -> bool: ...
+    @property
     def checkpoint(self) -> str: ...
     @property
     def loss(self) -> str: ...
@@ -339,6 +342,7 @@ def beyond_letters(of: Options) -> list[str]:
         "double_quant": "single-quant",
         "optim": {"adamw-8bit": "adamw8bit", "paged-adamw-8bit": "paged-adamw8bit"}.get(of.optim, of.optim),
         "states": of.states,
+        "dora": "dora",
         "checkpoint": f"ac-{of.checkpoint}",
         "loss": f"{of.loss}-loss",
         "dp_replicate": f"hsdp{of.dp_replicate}",
@@ -350,7 +354,7 @@ def beyond_letters(of: Options) -> list[str]:
 
 
 # Which options are of which letters alone.
-_OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype"), ("double_quant",)
+_OF_LORA, _OF_FOUR_BIT = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "dora"), ("double_quant",)
 _FLAGS = {"double_quant": "--no-double-quant", "optim": "--optimizer"}
 
 
@@ -604,6 +608,10 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
         if cell.loss != "plain" or cell.optim != "adamw":
             yield "Megatron has a loss and an optimizer of its own"
     yield from _of_optimizer(cell, method)
+    if cell.dora and cell.engine == "deepspeed" and method.zero == 3:
+        yield "PEFT makes DoRA's magnitudes of whole weights, which ZeRO 3 divides; use Z2, or --engine fsdp2 with Z3"
+    if cell.dora and cell.checkpoint == "op":
+        yield "--checkpoint op chooses among products by their order, and DoRA has others; use R or --checkpoint N"
     if cell.engine == "ddp" and method.zero:
         yield "ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
     if cell.engine == "fsdp2":

@@ -65,8 +65,8 @@ MEASURED = Group("How they are measured", sort_key=3)
 WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
 UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8", "lengths", "packing")
-METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "double_quant", "adamw_8bit", "optimizer",
-           "states", *UNTRACED_METHODS)  # fmt: skip
+METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "dora", "double_quant", "adamw_8bit",
+           "optimizer", "states", *UNTRACED_METHODS)  # fmt: skip
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _methods = partial(option, OF_METHODS)
@@ -156,6 +156,9 @@ class Grid:
         grid.AdapterDtype | None,
         _methods("What LoRA (L, QL) trains in; by default fp32 as PEFT does, with ZeRO DeepSpeed's bf16."),
     ] = None
+    dora: Annotated[bool, _methods("DoRA: L and QL with a magnitude for each output (PEFT).", show_default=False)] = (
+        False
+    )
     double_quant: Annotated[
         bool, _methods("Quantize the scales of 4-bit weights too (Q, QL).", negative=("--no-double-quant",))
     ] = True

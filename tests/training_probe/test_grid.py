@@ -186,6 +186,8 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Z2", {"gpus": 3, "optim": "paged-adamw-8bit"}, "updates 2.2 billion parameters in one tensor"),
         ("Z3", {"engine": "fsdp2", "optim": "paged-adamw-8bit"}, "use ddp or deepspeed"),
         ("Naive", {"engine": "ddp", "optim": "paged-adamw-8bit", "device": "cpu"}, "use --optimizer adamw-8bit"),
+        ("L+Z3", {"dora": True, "task": "finetune"}, "use Z2, or --engine fsdp2"),
+        ("L", {"dora": True, "engine": "ddp", "task": "finetune", "checkpoint": "op"}, "use R or --checkpoint N"),
         ("Z3", {"states": "bf16-kahan"}, "built for fsdp2; ddp keeps all in plain bf16"),
         ("Z3+O", {"engine": "fsdp2", "states": "bf16-kahan"}, "leave O and --tp out"),
         ("Z3", {"engine": "fsdp2", "gpus": 4, "dp_replicate": 2, "states": "bf16-stochastic"}, "use --states bf"),

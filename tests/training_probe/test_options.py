@@ -40,6 +40,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "lora_alpha": (["32"], "lora_alpha", 32),
     "lora_targets": (["q_proj", "v_proj"], "lora_targets", ("q_proj", "v_proj")),
     "adapter_dtype": (["bf16"], "adapter_dtype", "bf16"),
+    "dora": ([], "dora", True),
     "double_quant": ([], "double_quant", False),
     "adamw_8bit": ([], "adamw_8bit", True),
     "optimizer": (["muon"], "optim", "muon"),
@@ -137,7 +138,7 @@ def test_every_flag_of_cells_arrives(
     monkeypatch.setattr(options, "check_possible", lambda cells, known: None)
     machine += [80] * 8
     typed, field, value = OF_CELLS[name]
-    method = "QL+Z2" if name.startswith("lora_") or name == "double_quant" else "Z2"
+    method = "QL+Z2" if name.startswith("lora_") or name in ("double_quant", "dora") else "Z2"
     method = "QL" if name == "adapter_dtype" else method
     (before,), _ = asked(swept, "--method", method)
     (after,), _ = asked(swept, *([] if name == "method" else ["--method", method]), flag(name), *typed)
@@ -350,6 +351,7 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
         "adamw_8bit",
         "fp8",
         "packing",
+        "dora",
     ):  # which take yes and no
         assert taken == {"platform": BAD, "checkpoint": [""], "lengths": ["", "1e3"], **numbers}.get(name, [])
 

@@ -141,7 +141,10 @@ def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recompute
     method, length = cell.letters, tokens_in_model(cell)
     tokens = batch * length
     kept, formula = _saved(cell, spec, kind, attention_recomputed=False)
-    working = kept + _transient(cell, spec, kind)
+    transient = tokens * _transient(cell, spec, kind)
+    if recomputed:
+        transient = max(transient, dora_bytes(cell, spec, kind))
+    whole = tokens * kept
     once = _once(cell, spec, kind.mlp)  # does not grow with tokens
     lasting = once
     if recomputed and cell.checkpoint == "op":
@@ -152,9 +155,17 @@ def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recompute
     elif method.recompute == "selective":
         kept, formula = _saved(cell, spec, kind, attention_recomputed=True)
     return LayerBytes(
-        count=1, kept=round(tokens * kept) + lasting, formula=formula, working=round(tokens * working) + once,
+        count=1, kept=round(tokens * kept) + lasting, formula=formula, working=round(whole + transient) + once,
         sizes=f"f={kind.mlp.width} a={kind.attention.heads}",
     )  # fmt: skip
+
+
+def dora_bytes(cell: Cell, spec: ModelSpec, kind: Layers) -> int:
+    """What PEFT has of the largest layer that DoRA adapts while it takes the norm of its weight, in the forward pass: a
+    unit matrix, the adapter's product, that scaled, the sum, and in fp32 a copy of the weight; 0 without DoRA."""
+    adapted = adapted_linears(cell, spec, kind).values() if cell.dora else ()
+    each, squares = (4, 4) if cell.wide_inputs else (2, 3)
+    return max((each * inputs * (inputs + squares * outputs) for inputs, outputs in adapted), default=0)
 
 
 def _kept_by_operator(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
@@ -196,6 +207,8 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
     adapters = 2.0 * cell.lora_rank * len(adapted)
     if cell.wide_inputs:  # each adapter casts its own input, and keeps that; and the product of its first matrix
         adapters = 4.0 * sum(cell.lora_rank + into for into, _ in adapted.values())
+    if cell.dora:  # what comes out of the layer and of the adapter, for the gradient of the magnitudes
+        adapters += (6.0 if cell.wide_inputs else 4.0) * sum(outputs for _, outputs in adapted.values())
     extras = sum(_before_heads(cell, spec, kind, inputs.latent)) + _router(cell, spec, kind.mlp)
     per_token = (
         whole * spec.hidden
@@ -326,7 +339,7 @@ def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
         wide = (mlp.experts if _operators(spec).every_expert else mlp.active) * mlp.width + mlp.shared
     gradients = 4.0 * wide / cell.tp + 4 * spec.hidden
     if cell.wide_inputs and not _OF_MLP.isdisjoint(adapted_linears(cell, spec, kind)):
-        gradients += 4.0 * wide  # an fp32 gradient more
+        gradients += (12.0 if cell.dora else 4.0) * wide  # an fp32 gradient more; of each of what DoRA sums
     freed = 8.0 * wide / cell.tp
     # flash: gradients of q, k and v, an fp32 sum of q's. Else: probabilities' gradient, its fp32 copy, scores' gradient
     query = attention.query_width

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 import msgspec
 
 from backends.decoder import ModelSpec
-from training_probe.flops import Weights, largest_matrix, layer_linears, matrix_parameters
+from training_probe.flops import Weights, largest_matrix, layer_linears, magnitudes, matrix_parameters
 from training_probe.grid import LOSS_CHUNKS, Cell, Method
-from training_probe.memory.layers import BY_ROWS, LayerBytes, liger_tokens, logits_bytes, outside_bytes, tokens_in_model
+from training_probe.memory.layers import (
+    BY_ROWS,
+    LayerBytes,
+    dora_bytes,
+    liger_tokens,
+    logits_bytes,
+    outside_bytes,
+    tokens_in_model,
+)
 
 # --- What is set or measured, and may need a new look with a new version ---
 # cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
@@ -98,7 +106,9 @@ class Rank:
     @property
     def matrices(self) -> int:
         """Of what trains, the elements that Muon updates."""
-        return self.counts.adapter or matrix_parameters(self.spec) // (self.cell.tp * self.cell.pp)
+        return self.counts.adapter - magnitudes(self.cell, self.spec) or matrix_parameters(self.spec) // (
+            self.cell.tp * self.cell.pp
+        )
 
     def muon(self, each: float, ranks: int = 1) -> list[Term]:
         """What Muon has besides of the matrix that it makes an update for, of a gradient of `each` bytes: that with the
@@ -113,7 +123,8 @@ class Rank:
 
     def loss(self, held: Iterable[Term]) -> Moment:
         """The gradient of the logits: all activations and the loss's tensors."""
-        return Moment("loss", (*held, self.activations(self.layers), *self._logits()))
+        most = max(self._logits(), self._dora(), key=lambda terms: sum(term.bytes for term in terms))
+        return Moment("loss", (*held, self.activations(self.layers), *most))
 
     def last_layer(self, held: Iterable[Term], name: str = "backward, last layer", gone: int = 0) -> Moment:
         """A layer in the backward pass, when `gone` layers after it are done."""
@@ -174,6 +185,10 @@ class Rank:
             yield product("dequantized weight", 2, self.spec.hidden * widest, "elements")
         if self.cell.fp8:
             yield self._fp8_copies()
+
+    def _dora(self) -> list[Term]:
+        most = max(dora_bytes(self.cell, self.spec, kind) for kind in self.spec.kinds)
+        return [Term("DoRA's weight", most, "unit matrix, product, scaled, sum, copy")] if most else []
 
     def _fp8_copies(self) -> Term:
         """Copies of the largest linear layer in its backward pass: autograd keeps inputs and weights in bf16, and each

@@ -243,4 +243,9 @@ def _fill_shards(model: nn.Module, seed: int, device: torch.device) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            sharding.fill(parameter, models.draw(name, parameter.shape, seed, device))
+            if models.MAGNITUDE in name:  # the norms of the rows of its weight
+                of = name.replace(models.MAGNITUDE, ".base_layer.")
+                whole = models.draw(of, model.get_parameter(of).shape, seed, device).norm(dim=1)
+            else:
+                whole = models.draw(name, parameter.shape, seed, device)
+            sharding.fill(parameter, whole)

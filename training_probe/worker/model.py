@@ -27,6 +27,7 @@ from training_probe.protocol import Trial, Unsupported
 from training_probe.worker import batches, layers, loss, ring
 
 STD = 0.02
+MAGNITUDE = ".lora_magnitude_vector.default."  # in the name of what DoRA multiplies with
 
 
 def build(trial: Trial) -> nn.Module:
@@ -241,6 +242,7 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
             lora_alpha=cell.lora_alpha,
             lora_dropout=0.0,
             bias="none",
+            use_dora=cell.dora,
             target_modules=list(cell.adapts),
             task_type="CAUSAL_LM",
         )
@@ -248,7 +250,8 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
     dtype = torch.float32 if cell.wide_adapters else torch.bfloat16
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            drawn = parameter if parameter.is_meta else draw(name, parameter.shape, seed, parameter.device)
+            made = parameter.is_meta or MAGNITUDE in name  # which PEFT makes of the weights
+            drawn = parameter if made else draw(name, parameter.shape, seed, parameter.device)
             parameter.data = drawn.data.to(dtype)
     return adapted
 

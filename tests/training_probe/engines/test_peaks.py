@@ -60,17 +60,18 @@ def live(already: Iterable[Any]) -> Any:
 @pytest.mark.parametrize("adapter_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), LORA_TARGETS])
 @pytest.mark.parametrize("method", ["L+F+R", "L+F", "L+R"])
-def test_the_peak_of_a_step_with_lora(method: str, targets: tuple[str, ...], adapter_dtype: Any) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_peak_of_a_step_with_lora(dora: bool, method: str, targets: tuple[str, ...], adapter_dtype: Any) -> None:
     asked = cell(
         method, model="small", task="finetune", engine="ddp", seq_len=256, micro_batch=2, lora_rank=16,
-        lora_targets=targets, adapter_dtype=adapter_dtype, device="cpu",
+        lora_targets=targets, adapter_dtype=adapter_dtype, device="cpu", dora=dora,
     )  # fmt: skip
     config = transformers.LlamaConfig(**SHAPE, use_cache=False)
     attention = "sdpa" if asked.attention == "flash" else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     if asked.recomputes:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lora = peft.LoraConfig(r=16, lora_dropout=0.0, target_modules=list(targets), task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(r=16, lora_dropout=0.0, target_modules=list(targets), task_type="CAUSAL_LM", use_dora=dora)
     model = peft.get_peft_model(model.train(), lora, autocast_adapter_dtype=asked.wide_adapters)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     ids = torch.randint(0, 1000, (2, 256))
@@ -81,4 +82,4 @@ def test_the_peak_of_a_step_with_lora(method: str, targets: tuple[str, ...], ada
     with live([*model.parameters(), *states]) as mode:
         model(input_ids=ids, labels=ids).loss.backward()
     spec = from_config("small", {"model_type": "llama", **SHAPE})
-    assert predict(asked, spec).peak_bytes == pytest.approx(mode.peak, rel=0.04)
+    assert predict(asked, spec).peak_bytes == pytest.approx(mode.peak, rel=0.06 if dora else 0.04)

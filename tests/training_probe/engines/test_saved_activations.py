@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ def build(each: Cell, config: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     if each.letters.adapter == "L":
         lora = peft.LoraConfig(
-            r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.adapts), task_type="CAUSAL_LM"
-        )
+            r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.adapts), task_type="CAUSAL_LM",
+            use_dora=each.dora,
+        )  # fmt: skip
         model = peft.get_peft_model(model, lora, autocast_adapter_dtype=each.wide_adapters)
     elif each.letters.adapter == "PT":
         prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PROMPT_TOKENS)
@@ -51,12 +53,10 @@ def kept_bytes(each: Cell, config: Any) -> int:
     """Bytes of all storages that the graph of one forward pass holds, parameters left out."""
     model = build(each, config)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, Any] = {}
+    packed: list[Any] = []  # as weak references: a graph may go before the pass is over
 
     def pack(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        packed.append(weakref.ref(tensor))
         return tensor
 
     backends = torch.nn.attention.SDPBackend
@@ -72,7 +72,9 @@ def kept_bytes(each: Cell, config: Any) -> int:
         for thing in gc.get_objects():
             if type(thing) is torch.Tensor and thing.untyped_storage().data_ptr() not in before:
                 pack(thing)
-    return sum(storage.nbytes() for storage in storages.values())
+    alive = [tensor.untyped_storage() for each in packed if (tensor := each()) is not None]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in alive}
+    return sum(size for address, size in storages.items() if address not in parameters)
 
 
 def fields(model_type: str, layers: int, **more: Any) -> dict[str, Any]:
@@ -168,6 +170,14 @@ def test_lora_keeps_the_inputs_of_what_it_adapts(
     each = asked("L", attention, lora_rank=24, lora_targets=targets, adapter_dtype=adapter_dtype)
     _, predicted, kept = predicted_and_kept(each, model_type, {})
     assert predicted == pytest.approx(kept, rel=0.012 if model_type == "glm4" else 0.002)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("o_proj", "down_proj"), LORA_TARGETS])
+@pytest.mark.parametrize("adapter_dtype", ["bf16", "fp32"])
+def test_dora_keeps_what_comes_out_as_well(adapter_dtype: str, targets: tuple[str, ...]) -> None:
+    each = asked("L", "eager", lora_rank=24, lora_targets=targets, adapter_dtype=adapter_dtype, dora=True)
+    _, predicted, kept = predicted_and_kept(each, "llama", {})
+    assert predicted == pytest.approx(kept, rel=0.01)  # and norms of rows
 
 
 @pytest.mark.parametrize("attention", ["eager", "flash"])

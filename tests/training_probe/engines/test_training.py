@@ -50,6 +50,9 @@ LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
 SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
 HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
+DORA, BY_DORA = {"dora": True}, [
+    ("ddp", "L"), ("ddp", "QL"), ("deepspeed", "L"), ("deepspeed", "L+Z2"), ("fsdp2", "L+Z3"),
+]  # fmt: skip
 IN_BF16 = [("Z2", "bf16-stochastic"), ("Z3", "bf16-stochastic"), ("Z3", "bf16-kahan")]
 MUON, BY_MUON = {"optim": "muon"}, [
     ("ddp", "Naive"), ("deepspeed", "Naive"), ("deepspeed", "Z1"), ("deepspeed", "Z2"), ("deepspeed", "Z3"),
@@ -64,6 +67,7 @@ LATER = [
     *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
     *((engine, method, HALVES) for engine, method in IN_HALVES),
     *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
+    *((engine, method, DORA) for engine, method in BY_DORA),
     *((engine, method, MUON) for engine, method in BY_MUON),
     *(("fsdp2", method, {"states": states}) for method, states in IN_BF16),
     *((engine, method, CHUNKED) for engine, method in IN_CHUNKS),
@@ -315,6 +319,18 @@ def test_bf16_states_learn_as_much_as_fp32(trained: Trained, method: str, states
     assert found == pytest.approx(expected, abs=bound) and found != expected
     name = "torchao _AdamW" if states == "bf16-stochastic" else "training_probe KahanAdamW"
     assert trained.reports(asked)[0].optimizer == name
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), BY_DORA)
+def test_dora_begins_as_lora_and_is_the_same_in_every_engine(
+    trained: Trained, engine: str, method: str, gpus: int
+) -> None:
+    """Magnitudes begin as the norms of the weights, so that the first loss is the model's own."""
+    found, plain = (trained.losses(tiny.cell(engine, method, gpus, **more)) for more in (DORA, {}))
+    assert found[0] == pytest.approx(plain[0], abs=AGREE) and found != plain
+    expected = trained.losses(tiny.cell("ddp", "QL" if "QL" in method else "L", gpus, **DORA))
+    assert found == pytest.approx(expected, abs=10 * AGREE)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -230,6 +230,7 @@ def test_gradients_of_accumulated_micro_batches_are_those_of_one_large_one(alone
     [
         ("Naive", {}), ("R", {}), ("RS", {}), ("PT", {}), ("PT+R", {}), ("Naive", {"checkpoint": "op"}),
         ("Naive", {"checkpoint": "1"}), ("Naive", {"checkpoint": "2"}), ("PT", {"checkpoint": "op"}),
+        ("L+R", {"dora": True}),
         ("R+Z2", {"engine": "deepspeed"}), ("Z3", {"engine": "deepspeed"}), ("R+Z3", {"engine": "deepspeed"}),
     ],
 )  # fmt: skip

@@ -174,6 +174,16 @@ def test_muon_has_one_moment_of_the_matrices_of_layers(
     assert next(each.bytes for each in last.terms if each.name == "Muon's squares") == 4 * 4096**2
 
 
+def test_dora_has_a_magnitude_for_each_output() -> None:
+    outputs = 32 * (4 * 4096 + 2 * 11008 + 4096)
+    plain, dora = (weights(spec("7b"), cell("L", model="7b", dora=dora)) for dora in (False, True))
+    assert dora.adapter - plain.adapter == outputs and dora.trainable == dora.adapter
+    kept = [
+        layer_bytes(cell("L", model="7b", dora=dora, engine="ddp"), spec("7b"), 1)[0].kept for dora in (False, True)
+    ]
+    assert kept[1] - kept[0] == 350 * (2 + 4) * outputs // 32
+
+
 @pytest.mark.parametrize(
     ("states", "more", "bytes_"),
     [("fp32", {}, (4, 8, 4, 0)), ("bf16-stochastic", {}, (2, 4, 2, 0)), ("bf16-kahan", {}, (2, 4, 2, 2)),
