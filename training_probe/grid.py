@@ -147,7 +147,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     sequence (FSDP2).
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
-    The methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype, dora: of L, QL.
+    Methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype, dora: of L, QL.
     double_quant: whether the scales of 4-bit weights are quantized as well. checkpoint: activation checkpointing in
     torchtitan's sense, `op` or the number of layers of which one is recomputed; empty: as the letters R and RS have it.
     dp_replicate: how many groups of GPUs each hold a whole sharded replica (HSDP). fp8: products of layers, torchao.
