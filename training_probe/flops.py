@@ -199,17 +199,18 @@ def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs per token of the data. recomputed: forward work that is done twice, which no model needs. padding: all that
-    is done beyond what the tokens need."""
+    is done beyond what the tokens need. reference: the forward pass of a frozen model beside the policy."""
 
     forward: float
     backward: float
     recomputed: float
     padding: float = 0.0
+    reference: float = 0.0
 
     @property
     def model(self) -> float:
         """What MFU counts."""
-        return self.forward + self.backward
+        return self.forward + self.backward + self.reference
 
     @property
     def hardware(self) -> float:
@@ -256,6 +257,7 @@ def _of_extent(cell: Cell, spec: ModelSpec, extent: Extent) -> Flops:
         forward=longer * (2.0 * (in_layers + head) + attention) + norms,
         backward=longer * (2.0 * (in_layers + head) + 2.0 * trained + 2.0 * attention),
         recomputed=longer * repeated,
+        reference=longer * (2.0 * (in_layers - lora + head) + attention) if cell.has_reference else 0.0,
     )
 
 

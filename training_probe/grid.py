@@ -21,7 +21,7 @@ from loadgen.load import lengths as laws
 from training_probe.llama_shape import LlamaShape
 from training_probe.packing import MOST_ROWS, Drawn, draw
 
-Task = Literal["pretrain", "finetune"]
+Task = Literal["pretrain", "finetune", "dpo", "grpo"]
 Engine = str  # one of ENGINES, or a trial of the user's own (training_probe.trials)
 AttentionKernel = Literal["eager", "math", "flash"]
 Recompute = Literal["none", "full", "selective"]
@@ -143,8 +143,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One training configuration. Sizes are per process where they say so.
 
     gpus: processes, one a GPU (on the CPU: one process each). micro_batch: sequences a process takes at once, None: the
-    largest that fits is searched. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2), the layers (Megatron), a
-    sequence (FSDP2).
+    largest that fits is searched; in dpo it counts pairs. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2),
+    the layers (Megatron), a sequence (FSDP2).
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
     Methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype, dora: of L, QL.
@@ -155,6 +155,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     put into rows of seq_len, and a micro batch is so many rows; else each is padded to the longest of its micro batch.
     optim: what updates; adamw_8bit says so of one of them, as files of before have it. states: of fsdp2, what its
     weights and moments are kept in, and in bf16 how a step too small for it is not lost.
+    rollout_gb: GiB that grpo's engine of rollouts takes of each GPU; None: its weights and the keys of a micro batch.
     """
 
     model: str
@@ -186,6 +187,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     optim: Optim = "adamw"
     states: States = "fp32"
     dora: bool = False
+    rollout_gb: float | None = None
 
     def __post_init__(self) -> None:
         agree(self)
@@ -246,7 +248,22 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             return drawn.tokens
         if self.micro_batch is None:
             raise ValueError("the micro batch of this cell is still to be searched")
-        return self.data_parallel * self.micro_batch * self.grad_accum * self.seq_len
+        return self.data_parallel * self.sequences * self.grad_accum * self.seq_len
+
+    @property
+    def sequences(self) -> int:
+        """Of a micro batch, or its rows: of dpo a chosen and a rejected one for each pair."""
+        return (self.micro_batch or 1) * (2 if self.task == "dpo" else 1)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen model judges what the policy does."""
+        return self.task in ("dpo", "grpo")
+
+    @property
+    def own_reference(self) -> bool:
+        """Whether that is a model of its own: an adapted policy without its adapters is one."""
+        return self.has_reference and self.letters.adapter is None
 
     @property
     def drawn(self) -> Drawn | None:
@@ -279,6 +296,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         extras += ["math"] if self.attention == "math" else []
         extras += ["compile"] if self.compile else []
         extras += beyond_letters(self)
+        extras += [] if self.rollout_gb is None else [f"rollout{self.rollout_gb:g}"]
         model = re.sub(
             r"[^\w.+-]", "_", self.model.rstrip("/").rpartition("/")[2]
         )  # a directory may be called anything
@@ -370,6 +388,8 @@ def settled(cell: Cell, layers: int | None = None) -> tuple[Cell, list[str]]:
         idle |= dict.fromkeys(_OF_FOUR_BIT, "it has no 4-bit weights (Q or QL)")
     if cell.optim == "muon" and (cell.letters.quantized or cell.letters.adapter == "PT"):
         idle["optim"] = "of what it trains nothing is a matrix of a layer, and AdamW updates all of it"
+    if cell.task != "grpo":
+        idle["rollout_gb"] = "only grpo has an engine of rollouts"
     if not cell.lengths:
         idle["packing"] = "all of its sequences fill a row (--lengths names others)"
     if cell.letters.adapter and not cell.own:
@@ -485,6 +505,8 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
     method, model_parallel = cell.letters, cell.tp * cell.pp * cell.cp
     yield from _of_engine(cell, method)
     yield from _of_lengths(cell, method)
+    if cell.has_reference:
+        yield from _of_preference(cell, method)
     if cell.gpus % model_parallel:
         yield f"{cell.gpus} GPUs cannot be divided into groups of TP x PP x CP = {model_parallel}"
     if cell.task == "pretrain" and method.adapter:
@@ -644,6 +666,19 @@ def _of_optimizer(cell: Cell, method: Method) -> Iterator[str]:
         yield "replicas of HSDP would each round in a way of their own; use --states bf16-kahan"
     if cell.optim not in ("adamw", "adamw-8bit" if cell.states == "bf16-stochastic" else "adamw"):
         yield f"--states {cell.states} is AdamW's; leave --optimizer {cell.optim} out"
+
+
+def _of_preference(cell: Cell, method: Method) -> Iterator[str]:
+    """What a policy beside a frozen reference goes with."""
+    task = cell.task
+    if cell.own or cell.engine == "megatron" or cell.tp * cell.cp > 1:
+        yield f"{task} is built for deepspeed, fsdp2 and ddp, without TP and CP"
+    if method.quantized or method.adapter == "PT":
+        yield f"the reference of {task} is a whole model, or the policy without LoRA; use L or QL"
+    if method.offload and cell.own_reference and (cell.engine == "fsdp2" or method.zero == 3):
+        yield f"the reference of {task} is not offloaded here; leave O out, or use L, which needs no second model"
+    if cell.loss != "plain" or cell.lengths or cell.compile or cell.fp8:
+        yield f"{task} takes whole logits of sequences of one length, plain layers and bf16 (--loss, --lengths, ...)"
 
 
 def _of_lengths(cell: Cell, method: Method) -> Iterator[str]:

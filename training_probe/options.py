@@ -111,7 +111,13 @@ class Grid:
             "Hugging Face id of a model whose config.json is in the local cache."
         ),
     ] = ()
-    task: Annotated[Task | None, _cells("By default finetune for methods with L, QL or PT, else pretrain.")] = None
+    task: Annotated[
+        Task | None,
+        _cells(
+            "By default finetune for methods with L, QL or PT, else pretrain. dpo trains on pairs, beside a frozen "
+            "reference; grpo is predicted (memory, plan) and not run."
+        ),
+    ] = None
     engine: Annotated[
         tuple[str, ...],
         _list(
@@ -280,8 +286,26 @@ class TracedGrid(Grid):
     """Cells of which every kernel is tied to a part of the model."""
 
 
-@offers(*(name for name in names(Grid) if name != "device"))
-class PredictedGrid(Grid):
+@dataclass(frozen=True, kw_only=True)
+class _WithRollouts(Grid):
+    """Cells of which some need not be run."""
+
+    rollout_gb: Annotated[
+        float | None,
+        _methods(
+            "GiB that the engine of rollouts takes of each GPU (grpo); by default bf16 weights and the KV cache of a "
+            "micro batch. 0: it sleeps meanwhile, or runs elsewhere."
+        ),
+    ] = None
+
+    def _named(self, device: grid.Device, here: int) -> list[Cell]:
+        if self.rollout_gb is not None and not 0 <= self.rollout_gb < BILLION:
+            raise GridError(f"--rollout-gb is {self.rollout_gb:g}; it must be from 0 to below a billion.")
+        return [msgspec.structs.replace(cell, rollout_gb=self.rollout_gb) for cell in super()._named(device, here)]
+
+
+@offers(*(name for name in names(_WithRollouts) if name != "device"))
+class PredictedGrid(_WithRollouts):
     """Cells on GPUs that need not be here."""
 
 
@@ -605,6 +629,11 @@ def check_divisible(count: int, nodes: int) -> None:
 
 def check_possible(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
     """That any of the cells can be run anywhere. Raises GridError."""
+    if any(cell.task == "grpo" for cell in cells):
+        raise GridError(
+            "grpo needs an engine of rollouts, which is not run here; memory and plan predict it, and of what is run "
+            "dpo is the nearest (--task dpo)."
+        )
     models = [Model() if cell.own else known[cell.model] for cell in cells]
     reasons = [grid.impossible(cell, model.decoder, model.unknown) for cell, model in zip(cells, models, strict=True)]
     if all(reasons):

@@ -137,6 +137,7 @@ def write_atomically(path: Path, value: object, indent: int = -1) -> None:
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
+DPO_BETA = 0.1
 # Muon gives a matrix an update of norm 1, which needs a larger rate than AdamW's; 0.02 and 0.95 are its author's.
 MUON_TIMES, MUON_MOMENTUM = 20, 0.95
 KAHAN_CHUNK = 1 << 24  # elements that are updated in fp32 at once

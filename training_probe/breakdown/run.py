@@ -59,6 +59,8 @@ def check(cells: Sequence[Cell]) -> None:
             raise GridError(f"the model of {cell.engine} has no named parts here; trace deepspeed, fsdp2 or ddp.")
         if cell.compile:
             raise GridError("compiled layers have no parts that could be told apart; leave --compile out.")
+        if cell.has_reference:
+            raise GridError("passes of a policy and of its reference are not told apart; trace --task finetune.")
         if cell.micro_batch is None:
             raise GridError("--micro-batch max is for sweep; name the micro batch to be traced.")
 

@@ -65,9 +65,10 @@ def predict(cell: Cell, spec: ModelSpec) -> Prediction:
     """The cell's memory. Its micro batch must be a number (ValueError): `largest_micro_batch` finds one."""
     if cell.micro_batch is None:
         raise ValueError("the micro batch of this cell is still to be searched")
-    moments, offloaded = engines.moments(cell, spec, cell.micro_batch)
+    moments, offloaded = engines.moments(cell, spec, cell.sequences)
     return Prediction(
-        moments=moments, fragments=process.fragments(cell, moments), outside=process.outside(cell),
+        moments=moments, fragments=process.fragments(cell, moments),
+        outside=(*process.outside(cell), *process.rollouts(cell, spec)),
         host=process.host_terms(cell, offloaded) if offloaded else (),
     )  # fmt: skip
 

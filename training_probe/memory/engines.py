@@ -23,6 +23,7 @@ from training_probe.memory.rank import (
     four_bit,
     libraries,
     product,
+    reference,
     whole_parameters,
     with_bf16_states,
     with_new_gradients,
@@ -166,7 +167,7 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
     """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable = counts.trainable
-    held = [product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *libraries(rank)]
+    held = [product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *libraries(rank), *reference(rank, ranks)]
     if not offload:
         held += [
             *four_bit(rank, ranks),
@@ -257,7 +258,7 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = _fsdp2_bytes(rank)  # bytes of a trained weight, its gradient and each moment
     kahan = rank.cell.states == "bf16-kahan"
-    held = libraries(rank)
+    held = [*libraries(rank), *reference(rank, ranks)]
     gradients = []
     if not offload:
         held += [

@@ -13,15 +13,17 @@ Context, kernels and NCCL's buffers were measured on an H100 (torch 2.11, CUDA 1
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from backends.decoder import ModelSpec
 from training_probe.grid import Cell
 from training_probe.memory.rank import Moment, Term
 from training_probe.results import GIB
 
 Verdict = Literal["fits", "tight", "does not fit"]
 MIB = 1 << 20
+BF16_BYTES = 2
 
 # --- What is set or measured, and may need a new look with a new version ---
 KEPT_APART = 0.785  # of what each kind of tensor has at its own largest moment beyond the peak
@@ -87,6 +89,19 @@ def outside(cell: Cell) -> tuple[Term, ...]:
         Term("kernels", KERNELS_BYTES, "modules that a step loads, measured on an H100"),
         Term("NCCL buffers", NCCL_BYTES[min(cell.gpus, len(NCCL_BYTES)) - 1], ranks),
     )
+
+
+def rollouts(cell: Cell, spec: ModelSpec) -> Iterator[Term]:
+    """What generates grpo's sequences on the same GPU: an assumption, unless its size is named."""
+    if cell.task != "grpo":
+        return
+    if cell.rollout_gb is not None:
+        yield Term("rollout engine", round(cell.rollout_gb * GIB), "as --rollout-gb has it")
+        return
+    weights, tokens = BF16_BYTES * spec.parameters, cell.sequences * cell.seq_len
+    keys = tokens * sum(kind.count * kind.attention.kv_values for kind in spec.kinds) * BF16_BYTES
+    text = f"{BF16_BYTES} B x {spec.parameters:,} weights + KV cache of {tokens:,} tokens, both assumed (--rollout-gb)"
+    yield Term("rollout engine", weights + keys, text)
 
 
 def usable_bytes(device_memory_bytes: int) -> int:

@@ -218,11 +218,17 @@ def _summed(table: int, count: int, what: str) -> Iterator[Term]:
 def whole_parameters(rank: Rank) -> list[Term]:
     """Parameters that every rank has all of, in 16 bits or 4."""
     counts = rank.counts
-    terms = four_bit(rank, 1)
+    terms = [*four_bit(rank, 1), *reference(rank)]
     terms.append(product("parameters", 2, counts.frozen + counts.trainable - counts.adapter, "parameters"))
     if counts.adapter:
         terms.append(product("adapters", rank.trained_bytes, counts.adapter, "adapter parameters"))
     return terms
+
+
+def reference(rank: Rank, ranks: int = 1) -> list[Term]:
+    """The frozen model beside a policy that is trained whole. What its forward pass takes is less than the policy's."""
+    counts = rank.counts.total if rank.cell.own_reference else 0
+    return [product("reference", 2, counts, "frozen parameters", ranks)] if counts else []
 
 
 def four_bit(rank: Rank, ranks: int) -> list[Term]:

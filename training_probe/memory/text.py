@@ -26,6 +26,10 @@ CARDS = {
     "H200": 139.8, "B200": 178.3,
 }  # fmt: skip
 MOST_SEARCHED = 64
+ROLLOUT = (
+    "an engine of rollouts is assumed on each GPU, awake while the policy trains, with bf16 weights of the whole model "
+    "and the KV cache of a micro batch; --rollout-gb names its share, 0 where it sleeps or runs elsewhere."
+)
 
 CellVerdict = Literal[process.Verdict, "predicted", "unsupported", "not predicted"]
 VERDICTS: tuple[CellVerdict, ...] = ("fits", "tight", "does not fit", "predicted", "unsupported", "not predicted")
@@ -106,6 +110,8 @@ def hints(cells: Sequence[Cell], known: Mapping[str, Described]) -> Iterator[str
     if len(cells) == 1 and (saved := _saved(cells[0], known[cells[0].model])):
         yield f"of its memory {saved}."
     yield from adapter_notes(cells)
+    if any(cell.task == "grpo" and cell.rollout_gb is None for cell in cells):
+        yield ROLLOUT
     if any(cell.seq_len == PAPER_SEQ_LEN for cell in cells):
         yield f"sequences of {PAPER_SEQ_LEN} tokens are the paper's; --seq-len names others."
 

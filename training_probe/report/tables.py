@@ -276,6 +276,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
     if any(result.lengths for result in results):
         caption.append("Tokens/s and MFU count no padding; HFU counts what is computed of it.")
+    if any(result.task == "dpo" for result in results):
+        caption.append("BS of dpo counts pairs; tokens are those of both sequences, and MFU has the reference's pass.")
     caption += adapter_notes(results)
     table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()

@@ -27,7 +27,7 @@ def batch(trial: Trial, replica: int, device: torch.device, vocab_size: int) -> 
     """The micro batches of a replica."""
     cell = trial.cell
     generator = torch.Generator().manual_seed(trial.seed * 65_537 + replica)
-    shape = (cell.grad_accum, cell.micro_batch or 1, cell.seq_len)
+    shape = (cell.grad_accum, cell.sequences, cell.seq_len)
     drawn = torch.randint(vocab_size, shape, generator=generator)
     if not trial.rows:
         return [{"input_ids": ids, "labels": ids} for ids in drawn.to(device)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training_probe import own_deepspeed, trials
 from training_probe.protocol import CLIP_NORM, Trial, Unsupported
 from training_probe.worker import model as models
-from training_probe.worker import optimizers, ring, sharding
+from training_probe.worker import optimizers, preference, ring, sharding
 from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
@@ -93,10 +93,14 @@ class DeepSpeed(_Phased):
             config=config,
         )
         self.optimizer = optimizers.named(getattr(optimizer, "optimizer", optimizer))
+        self.reference = None
+        if cell.own_reference:
+            self.reference = _frozen(trial, config, device)
+        elif cell.has_reference:
+            self.reference = preference.without_adapters(self.engine, model)
 
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
-        loss: Tensor = self.engine(**inputs).loss
-        return loss
+        return _loss_of(self.engine, self.reference, inputs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.backward(loss)
@@ -123,6 +127,27 @@ def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> 
     return models.adapt(model, trial)
 
 
+def _frozen(trial: Trial, config: dict[str, Any], device: torch.device) -> Any:
+    """DPO's reference: with ZeRO 3 it is divided as the policy is, by an engine of its own."""
+    import deepspeed
+
+    sharded = trial.cell.letters.zero == 3
+    model = _zero3_model(trial, config, device) if sharded else _model(trial, device)
+    model.requires_grad_(False).eval()
+    if not sharded:
+        return model
+    plain = {name: value for name, value in config.items() if name != "optimizer"}
+    return deepspeed.initialize(model=model, config=plain)[0]
+
+
+def _loss_of(policy: preference.Model, reference: preference.Model | None, inputs: Inputs) -> Tensor:
+    """reference: DPO's; None where the model learns its labels."""
+    if reference is not None:
+        return preference.loss(policy, reference, inputs["input_ids"])
+    loss: Tensor = policy(**inputs).loss
+    return loss
+
+
 def _model(trial: Trial, device: torch.device) -> nn.Module:
     model = models.build(trial)
     models.materialise(model, trial, device)
@@ -134,8 +159,11 @@ class _Torch(_Phased):
 
     parameters: tuple[int, int]
 
-    def __init__(self, trial: Trial, model: nn.Module) -> None:
+    def __init__(self, trial: Trial, model: nn.Module, reference: nn.Module | None) -> None:
         self.model = model
+        self.reference: preference.Model | None = reference
+        if trial.cell.has_reference and reference is None:
+            self.reference = preference.without_adapters(model, model)
         self._accumulated = trial.cell.grad_accum
         self.adam = optimizers.build(model, trial)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -147,8 +175,7 @@ class _Torch(_Phased):
         return self._loss(inputs)
 
     def _loss(self, inputs: Inputs) -> Tensor:
-        loss: Tensor = self.model(**inputs).loss
-        return loss
+        return _loss_of(self.model, self.reference, inputs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         (loss / self._accumulated).backward()
@@ -174,7 +201,8 @@ class Ddp(_Torch):
             self._ddp = nn.parallel.DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
             )
-        super().__init__(trial, self._ddp or model)
+        frozen = _model(trial, device).requires_grad_(False).eval() if trial.cell.own_reference else None
+        super().__init__(trial, self._ddp or model, frozen)
 
     def _synchronise(self, last: bool) -> None:
         if self._ddp is not None:
@@ -210,10 +238,19 @@ class Fsdp2(_Torch):
         for layer in models.decoder(model).layers:
             fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
         fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds
-        model.to_empty(device=home)
-        models.restore_buffers(model, device)
-        _fill_shards(model, trial.seed, device)
-        super().__init__(trial, model)
+        _fill_shards(model, trial.seed, device, home)
+        super().__init__(trial, model, self._frozen(trial, policy, device) if cell.own_reference else None)
+
+    def _frozen(self, trial: Trial, policy: dict[str, Any], device: torch.device) -> nn.Module:
+        """DPO's reference, divided as the policy is, and nothing of it kept after its forward pass."""
+        from torch.distributed.fsdp import fully_shard
+
+        with torch.device("meta"):
+            model = models.build(trial).requires_grad_(False).eval()
+        for part in (*models.decoder(model).layers, model):
+            fully_shard(part, **policy, reshard_after_forward=True)
+        _fill_shards(model, trial.seed, device, device)
+        return model
 
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
         with sharding.loss_by_parts(self._cell):
@@ -236,10 +273,12 @@ def _compile_layers(model: nn.Module, trial: Trial) -> None:
             layer.compile()
 
 
-def _fill_shards(model: nn.Module, seed: int, device: torch.device) -> None:
-    """The weights that any other engine has, of which each rank keeps its part."""
+def _fill_shards(model: nn.Module, seed: int, device: torch.device, home: torch.device) -> None:
+    """The weights that any other engine has, of which each rank keeps its part, in the memory of `home`."""
     from torch.distributed.tensor import DTensor
 
+    model.to_empty(device=home)
+    models.restore_buffers(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)

@@ -59,6 +59,7 @@ MUON, BY_MUON = {"optim": "muon"}, [
     ("fsdp2", "Z2"), ("fsdp2", "Z3"), ("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3"),
 ]  # fmt: skip
 IN_CHUNKS = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("deepspeed", "L+Z3"), ("ddp", "PT")]
+PAIRS, PREFERRING = {"task": "dpo"}, [("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "F+Z3"), ("ddp", "L")]
 BY_LIGER = [("ddp", "Naive"), ("deepspeed", "Z3"), ("fsdp2", "Z3"), ("ddp", "L")]
 PACKED = {"lengths": "lognormal:10:0.7", "packing": True}
 IN_ROWS = [("ddp", "F"), ("fsdp2", "F+Z3"), ("deepspeed", "Z2")]
@@ -360,6 +361,14 @@ def test_a_loss_without_whole_logits_is_the_same(
 def test_engines_agree_on_packed_rows(trained: Trained, gpus: int) -> None:
     found = [trained.losses(tiny.cell(*each, gpus, **PACKED)) for each in IN_ROWS]
     assert found[1] == pytest.approx(found[2], abs=SAME) and found[0] == pytest.approx(found[2], abs=10 * AGREE)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_engines_prefer_alike(trained: Trained, gpus: int) -> None:
+    z2, z3, fsdp2, lora = (trained.losses(tiny.cell(*each, gpus, **PAIRS)) for each in PREFERRING)
+    assert z2[0] == z3[0] == fsdp2[0] == lora[0] == pytest.approx(0.693147, abs=1e-5)
+    assert z3 == pytest.approx(z2, abs=AGREE) and fsdp2 == pytest.approx(z2, abs=AGREE)
+    assert max(z2[-1], lora[-1]) < 0.6
 
 
 def test_two_replicas_see_different_sequences(trained: Trained) -> None:

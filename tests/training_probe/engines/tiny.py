@@ -29,8 +29,8 @@ MEASURED = (exit_codes.OK, exit_codes.INVALID)  # of commands; a busy machine ma
 def cell(engine: str, method: str, gpus: int = 1, **more: Any) -> Cell:
     """On the CPU, of SPEC."""
     task = "finetune" if grid.Method.parse(method).adapter else "pretrain"
-    given = {"seq_len": 32, "micro_batch": 2, "device": "cpu", **more}
-    return grid.cell(method, model=SPEC.name, task=task, engine=engine, gpus=gpus, **given)
+    given = {"seq_len": 32, "micro_batch": 2, "device": "cpu", "task": task, **more}
+    return grid.cell(method, model=SPEC.name, engine=engine, gpus=gpus, **given)
 
 
 def trial(of: Cell, **more: Any) -> Trial:
