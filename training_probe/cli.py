@@ -141,6 +141,7 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
 
     from loadgen import rundir
     from training_probe import own_deepspeed
+    from training_probe.options import check_checkpoints
     from training_probe.sweep import run as sweeps
 
     if grid == Grid(device=grid.device, gpus=grid.gpus):
@@ -154,6 +155,8 @@ def _sweep(grid: Grid, measuring: Measuring, out: Path | None, metrics_port: int
         print(sweeps.dry_run(cells, settings, directory), end="")
         say(f"{len(cells)} cell{'' if len(cells) == 1 else 's'}; nothing was started")
         return exit_codes.OK
+    if settings.checkpoint_io:
+        check_checkpoints(cells, settings, directory)
     _check_here(grid, cells, known, gpu_ids)
     _serve_metrics(directory, metrics_port)
     return _report(directory, sweeps.sweep(cells, settings, directory, say))

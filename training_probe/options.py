@@ -36,6 +36,7 @@ TINY = LlamaShape(
 )  # fmt: skip
 PACKAGES = ("torch", "transformers")  # besides those of the engine and the method
 LAPTOP_PROCESSES = 2
+CHECKPOINT_BYTES = 16  # of a parameter that trains, at the most: weights, masters, moments
 PAPER_STEPS, LAPTOP_STEPS = (30, 100, 3), (2, 100, 1)  # warm-up, timed, runs
 CPU_INFO = Path("/proc/cpuinfo")
 SLOW_LAPTOP_STEPS = (2, 20, 1)  # a CPU that emulates bf16 takes twenty times as long for a product
@@ -340,6 +341,13 @@ class Measuring:
             show_default=False,
         ),
     ] = False
+    checkpoint_io: Annotated[
+        bool,
+        _measured(
+            "Also save and load a checkpoint once, after the first run's timed steps, in the results' directory.",
+            show_default=False,
+        ),
+    ] = False
     deepspeed: OwnDeepSpeed = None
     timeout: Annotated[float, _measured("Seconds without a new step after which a cell is ended.")] = 600.0
     limit: Annotated[float | None, _measured("Seconds that a whole cell may take.")] = None
@@ -376,10 +384,12 @@ class Measuring:
         check_above_0("--timeout", self.timeout)
         check_above_0("--limit", self.limit)
         check_above_0("--host-memory-gb", self.host_memory_gb)
+        if self.checkpoint_io and where is not None:
+            raise GridError("--checkpoint-io measures the disk of one machine; leave it out with several nodes.")
         return Settings(
             platform=self.platform, preset=preset, models=known, gpu_ids=gpu_ids,
             warmup_steps=warmup_steps, steps=steps, runs=runs,
-            timeline=self.timeline, timeout_s=self.timeout, limit_s=self.limit,
+            timeline=self.timeline, checkpoint_io=self.checkpoint_io, timeout_s=self.timeout, limit_s=self.limit,
             max_micro_batch=self.max_micro_batch, no_skip=not self.skip,
             host_memory_bytes=None if self.host_memory_gb is None else int(self.host_memory_gb * (1 << 30)),
             deepspeed=None if self.deepspeed is None else own_deepspeed.read(self.deepspeed),
@@ -668,6 +678,27 @@ def check_machine(cells: Sequence[Cell], here: int) -> None:
         extra = "train,megatron" if "megatron.core" in lacking else "train"
         names = ", ".join(name.partition(".")[0] for name in lacking)
         raise GridError(f"{names} {'is' if len(lacking) == 1 else 'are'} not installed; {install_command(extra)}.")
+
+
+def check_checkpoints(cells: Sequence[Cell], settings: Settings, directory: Path) -> None:
+    """That a checkpoint of each cell can be saved, and that the disk has room for it. Raises GridError."""
+    import shutil
+
+    from training_probe import flops
+    from training_probe.sweep.cell import counted
+
+    if other := next((cell.engine for cell in cells if cell.own or cell.engine == "megatron"), None):
+        raise GridError(f"--checkpoint-io saves as ddp, fsdp2 and deepspeed do, not {other}; leave one of them out.")
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(place).free
+    for cell in cells:
+        spec = counted(cell, settings)
+        needed_bytes = 0 if spec is None else CHECKPOINT_BYTES * flops.weights(spec, cell).trainable
+        if needed_bytes > free_bytes:
+            raise GridError(
+                f"a checkpoint of {cell.name} takes up to {needed_bytes / 1e9:.1f} GB and {place} has "
+                f"{free_bytes / 1e9:.1f} GB left; name an --out with more room."
+            )
 
 
 def check_built(known: Mapping[str, Model]) -> None:

@@ -23,6 +23,7 @@ from training_probe.packing import MicroBatch
 
 TRIAL_FILE, STEPS_FILE, LOG_FILE = "trial.json", "steps.jsonl", "log.txt"
 TIMELINE_FILE = "timeline.json"
+CHECKPOINT = "checkpoint"  # the directory of what is saved and loaded once
 TIMELINE_STEPS = 4  # as in the lecture's figure
 TRACE_FILE, PROFILE_FILE = "trace.json.gz", "profile.json"
 PHASE, PART = "phase:", "part:"  # what ranges in a trace begin with
@@ -53,8 +54,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     config.json holds, used instead of the shape where it is given. timeline: whether allocations of the first steps are
     recorded, which costs time, so such a run is not timed. profile: whether as many steps again are traced.
     host_memory_bytes: limit of each process's own memory, for the CPU. deepspeed: the user's own configuration, merged
-    over what the cell gives. rows: lengths of the sequences in each row, of each micro batch of each replica, where the
-    cell draws lengths."""
+    over what the cell gives. checkpoint_io: whether a checkpoint is saved and loaded after the timed steps. rows:
+    lengths of the sequences in each row, of each micro batch of each replica, where the cell draws lengths."""
 
     cell: Cell
     spec: LlamaShape | None = None
@@ -66,6 +67,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = False
     host_memory_bytes: int | None = None
     deepspeed: dict[str, Any] | None = None
+    checkpoint_io: bool = False
     rows: tuple[tuple[MicroBatch, ...], ...] = ()
 
 
@@ -80,6 +82,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     backward_s: float | None
     optimizer_s: float
     loss: float | None = None
+
+
+class CheckpointTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of all ranks together, and the bytes of the files."""
+
+    bytes: int
+    save_s: float
+    load_s: float
 
 
 class RankReport(msgspec.Struct, kw_only=True):
@@ -105,6 +115,7 @@ class RankReport(msgspec.Struct, kw_only=True):
     versions: dict[str, str] = {}
     device_name: str = ""
     conditions: Conditions | None = None  # of the timed steps
+    checkpoint: CheckpointTimes | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

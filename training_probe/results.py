@@ -57,6 +57,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     device_memory_bytes: int | None = None
     energy_j_per_token: float | None = None
     conditions: tuple[Conditions, ...] = ()  # of the ranks that know theirs
+    first_step_s: float | None = None  # of rank 0, with all that is compiled and set up in it
 
 
 class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -141,6 +142,10 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     log: str = ""  # of the last run, relative to the sweep's directory
     nodes: list[str] = []  # addresses of the nodes that it ran on, where that was a cluster
     conditions: Conditions | None = None  # the worst of the runs and ranks
+    first_step_ms: Amount | None = None  # the mean over the runs
+    checkpoint_bytes: Count | None = None  # with --checkpoint-io, in the first run
+    checkpoint_save_s: Amount | None = None
+    checkpoint_load_s: Amount | None = None
 
     def __post_init__(self) -> None:
         agree(self)
@@ -177,6 +182,10 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         if len(step_ms) >= LEAST_STEPS:
             tenths = statistics.quantiles(step_ms, n=10, method="inclusive")
             self.step_ms_p10, self.step_ms_p90 = tenths[0], tenths[-1]
+        self.first_step_ms = _mean_ms(run.first_step_s for run in runs)
+        if (saved := report.checkpoint) is not None:
+            self.checkpoint_bytes, self.checkpoint_save_s = saved.bytes, saved.save_s
+            self.checkpoint_load_s = saved.load_s
         self.conditions = worst([span for run in runs for span in run.conditions])
         self.forward_ms = _mean_ms(step.forward_s for step in timed)
         self.backward_ms = _mean_ms(step.backward_s for step in timed)
@@ -225,6 +234,7 @@ def run_result(cell: Cell, reports: Mapping[int, RankReport], steps: Sequence[St
         device_memory_bytes=min(memories, default=None),
         energy_j_per_token=sum(energies) / tokens if whole and tokens and len(energies) == len(ranks) else None,
         conditions=tuple(report.conditions for report in ranks if report.conditions is not None),
+        first_step_s=next((step.step_s for step in steps if not step.step), None),
     )
 
 

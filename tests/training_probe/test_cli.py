@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +148,15 @@ def test_bad_input_of_the_other_commands(
 ) -> None:
     one_sentence(argv, capsys, message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_room_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    argv = ["sweep", "--device=cpu", "--model=tiny", "--method=Z3", "--checkpoint-io", f"--out={tmp_path / 'a'}"]
+    said = one_sentence(argv, capsys, "a checkpoint of tiny_pretrain_deepspeed_Z3_1x")
+    assert f"{tmp_path} has 0.0 GB left; name an --out with more room." in said and not list(tmp_path.iterdir())
 
 
 def test_what_is_typed_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,7 @@ OF_SETTINGS: dict[str, tuple[list[str], str, Any]] = {
     "steps": (["7"], "steps", 7),
     "runs": (["2"], "runs", 2),
     "timeline": ([], "timeline", True),
+    "checkpoint_io": ([], "checkpoint_io", True),
     "timeout": (["1.5"], "timeout_s", 1.5),
     "limit": (["60"], "limit_s", 60.0),
     "max_micro_batch": (["16"], "max_micro_batch", 16),
@@ -346,6 +347,7 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
     if name not in (
         "compile",
         "timeline",
+        "checkpoint_io",
         "skip",
         "double_quant",
         "adamw_8bit",

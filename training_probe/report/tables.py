@@ -255,7 +255,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     columns += [Column("step", _MS)]
     columns += [Column(name, "ms in its phases", optional=True) for name in ("forward", "backward", "optimizer")]
     columns += [Column(name, _GIB) for name in ("predicted", "allocated", "reserved")]
-    columns += [Column("J/token", "Energy", optional=True)]
+    columns += [Column("J/token", "Energy", optional=True), Column("first step", _MS, optional=True)]
+    columns += [Column(name, "Checkpoint, GB/s", optional=True) for name in ("save", "load")]
     rows = []
     for result in results:
         shares = (None if ratio is None else 100 * ratio for ratio in (result.mfu_ratio, result.hfu_ratio))
@@ -266,7 +267,9 @@ def all_cells(results: Sequence[CellResult]) -> Table:
             speed(result, remarks, oom="OOM"), *map(known, shares),
             known(result.step_ms), known(result.forward_ms), known(result.backward_ms), known(result.optimizer_ms),
             known(result.predicted_memory_gb), known(result.peak_memory_gb), known(result.peak_reserved_gb),
-            known(result.energy_j_per_token),
+            known(result.energy_j_per_token), known(result.first_step_ms),
+            *(known(_gb_per_s(result.checkpoint_bytes, each))
+              for each in (result.checkpoint_save_s, result.checkpoint_load_s)),
         ))  # fmt: skip
     caption = [
         "Tokens/s of all GPUs together (standard deviation over the runs); BS: sequences a GPU takes at once; times: "
@@ -274,6 +277,8 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     ]
     if any(result.device == "cpu" for result in results):
         caption.append("On the CPU a process stands for a GPU, and memory is the process's own.")
+    if any(result.checkpoint_bytes for result in results):
+        caption.append("Checkpoint: what trains with the optimizer's state, to the disk itself and back.")
     if any(result.lengths for result in results):
         caption.append("Tokens/s and MFU count no padding; HFU counts what is computed of it.")
     if any(result.task == "dpo" for result in results):
@@ -281,6 +286,10 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     caption += adapter_notes(results)
     table = titled("cells", "All cells", tuple(columns), tuple(rows), tuple(caption), tuple(remarks.numbers))
     return table.without_empty()
+
+
+def _gb_per_s(size_bytes: int | None, seconds: float | None) -> float | None:
+    return size_bytes / seconds / 1e9 if size_bytes and seconds else None
 
 
 def engine(result: CellResult) -> str:
@@ -300,7 +309,8 @@ CSV_FIELDS = (
     "seq_len", "grad_accum", "tp", "pp", "cp", "compile", "outcome", "valid", "tokens_per_s", "tokens_per_s_std",
     "tokens_per_s_per_gpu", "ratio_per_gpu", "runs", "mfu_ratio", "hfu_ratio", "step_ms", "forward_ms", "backward_ms",
     "optimizer_ms", "predicted_memory_gb", "peak_memory_gb", "peak_reserved_gb", "energy_j_per_token", "note",
-    "lengths", "packing", "padding_ratio",
+    "lengths", "packing", "padding_ratio", "first_step_ms", "checkpoint_bytes", "checkpoint_save_s",
+    "checkpoint_load_s",
 )  # fmt: skip
 
 

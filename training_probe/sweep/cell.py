@@ -7,6 +7,7 @@ Processes, GPUs and predictions are given to a sweep as its Dependencies, so tha
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOu
 from training_probe.memory import Prediction
 from training_probe.memory.layers import uncounted
 from training_probe.memory.process import Fit, host_judged
-from training_probe.protocol import TIMELINE_STEPS, Step, Trial
+from training_probe.protocol import CHECKPOINT, TIMELINE_STEPS, Step, Trial
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
 from training_probe.sweep.progress import CellProgress
 
@@ -49,10 +50,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     platform: this machine's name in tables; empty: named after its devices. models: by the cells' model names; what is
     not in it is looked up in the catalog. gpu_ids: NVML indices, of which a cell takes as many as it needs from the
-    front. timeline: whether what the first steps hold is recorded as well, in a launch of its own. timeout_s: without a
-    new step; limit_s: of a whole cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to
-    fit are run as well. host_memory_bytes: limit of each process, for the CPU. on: the cluster whose nodes
-    the cells run on, as `--on` names it; None: this machine. deepspeed: the user's own configuration of DeepSpeed, as
+    front. checkpoint_io: whether the first run of a cell saves and loads a checkpoint as well. timeline: whether what
+    the first steps hold is recorded as well, in a launch of its own. timeout_s: without a new step; limit_s: of a whole
+    cell. max_micro_batch: where a search ends. no_skip: cells that are predicted not to fit are run as well.
+    host_memory_bytes: limit of each process, for the CPU. on: the cluster whose nodes the cells run on, as `--on` names
+    it; None: this machine. deepspeed: the user's own configuration of DeepSpeed, as
     its file held it.
     """
 
@@ -64,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 100
     runs: int = 3
     timeline: bool = False
+    checkpoint_io: bool = False
     timeout_s: float = 600.0
     limit_s: float | None = None
     max_micro_batch: int = PAPER_MAX_MICRO_BATCH
@@ -324,7 +327,8 @@ class CellRun:
         """All runs with one micro batch, up to the first that fails; how that ended. Keeps what was measured."""
         self._measured = []
         for number in range(1, self._settings.runs + 1):
-            trial = replace(self._settings.trial(cell), seed=number - 1)
+            once = self._settings.checkpoint_io and number == 1
+            trial = replace(self._settings.trial(cell), seed=number - 1, checkpoint_io=once)
             done = (number - 1) / self._settings.runs
             ended = self._run(trial, f"run-{number}", f"run {number}/{self._settings.runs}", done)
             if ended.outcome == "ok" or not self._measured:
@@ -391,7 +395,12 @@ class CellRun:
                 self._notes.append(note)
             how = self._sweep.around.launching(trial.cell, settings)
             limits = Limits(timeout_s=settings.timeout_s, limit_s=limit_s)
-            ended = runner.run_trial(trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled)
+            try:
+                ended = runner.run_trial(
+                    trial, directory, how, limits, on_step=on_step, cancelled=self._sweep.cancelled
+                )
+            finally:
+                shutil.rmtree(directory / CHECKPOINT, ignore_errors=True)
         self._log = str(ended.log.relative_to(self._sweep.directory.absolute()))
         return ended
 

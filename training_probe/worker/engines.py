@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class DeepSpeed(_Phased):
         deepspeed.init_distributed(dist_backend="nccl" if cell.device == "cuda" else "gloo")
         model = _zero3_model(trial, config, device) if cell.letters.zero == 3 else _model(trial, device)
         self.parameters = models.count(model)
+        self._adapts = cell.letters.adapter is not None
         self.engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=None if "optimizer" in config else optimizers.build(model, trial, fused=None),
@@ -109,6 +111,12 @@ class DeepSpeed(_Phased):
 
     def step(self) -> None:
         self.engine.step()
+
+    def save(self, directory: Path) -> None:
+        self.engine.save_checkpoint(str(directory), tag="once", exclude_frozen_parameters=self._adapts)
+
+    def load(self, directory: Path) -> None:
+        self.engine.load_checkpoint(str(directory), tag="once", load_module_strict=not self._adapts)
 
 
 def _zero3_model(trial: Trial, config: dict[str, Any], device: torch.device) -> nn.Module:
@@ -184,6 +192,20 @@ class _Torch(_Phased):
         sharding.clip(self._trained, CLIP_NORM)
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
+
+    def save(self, directory: Path) -> None:
+        from torch.distributed import checkpoint
+
+        checkpoint.save(self._state(), checkpoint_id=directory)
+
+    def load(self, directory: Path) -> None:
+        from torch.distributed import checkpoint
+
+        checkpoint.load(self._state(), checkpoint_id=directory)
+
+    def _state(self) -> dict[str, Any]:
+        trained = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+        return {"model": trained, "optimizer": self.adam.state_dict()}
 
     def _synchronise(self, last: bool) -> None:
         raise NotImplementedError

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training_probe.conditions import Watch
-from training_probe.protocol import STEPS_FILE, RankReport, Step, Trial
+from training_probe.protocol import CHECKPOINT, STEPS_FILE, RankReport, Step, Trial
+from training_probe.worker import checkpoint
 from training_probe.worker.batches import Inputs
 
 LAG_STEPS = 2  # steps in flight before one is read
@@ -177,6 +178,9 @@ def measure(
         conditions = watch.stop()
         run.drain(0, written)
     peak_allocated, peak_reserved = memory.peaks()
+    saved = None
+    if trial.checkpoint_io and isinstance(stepper, checkpoint.Saves):
+        saved = checkpoint.measure(stepper, directory / CHECKPOINT, synchronise)
     return RankReport(
         rank=rank,
         outcome="ok",
@@ -191,6 +195,7 @@ def measure(
         trainable_parameters=stepper.parameters[1],
         optimizer=stepper.optimizer,
         conditions=conditions,
+        checkpoint=saved,
     )
 
 
