@@ -188,6 +188,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     states: States = "fp32"
     dora: bool = False
     rollout_gb: float | None = None
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         agree(self)
@@ -337,6 +338,8 @@ class Options(Protocol):
     @property
     def dora(self) -> bool: ...
     @property
+    def offload_activations(self) -> bool: ...
+    @property
     def checkpoint(self) -> str: ...
     @property
     def loss(self) -> str: ...
@@ -361,6 +364,7 @@ def beyond_letters(of: Options) -> list[str]:
         "optim": {"adamw-8bit": "adamw8bit", "paged-adamw-8bit": "paged-adamw8bit"}.get(of.optim, of.optim),
         "states": of.states,
         "dora": "dora",
+        "offload_activations": "offload-act",
         "checkpoint": f"ac-{of.checkpoint}",
         "loss": f"{of.loss}-loss",
         "dp_replicate": f"hsdp{of.dp_replicate}",
@@ -630,6 +634,7 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
         if cell.loss != "plain" or cell.optim != "adamw":
             yield "Megatron has a loss and an optimizer of its own"
     yield from _of_optimizer(cell, method)
+    yield from _of_offload(cell, method)
     if cell.dora and cell.engine == "deepspeed" and method.zero == 3:
         yield "PEFT makes DoRA's magnitudes of whole weights, which ZeRO 3 divides; use Z2, or --engine fsdp2 with Z3"
     if cell.dora and cell.checkpoint == "op":
@@ -641,6 +646,20 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "fsdp2 always shards: use Z2 (parameters kept after the forward pass) or Z3"
         if method.four_bit:
             yield "4-bit weights are not built for fsdp2 here; use deepspeed or ddp"
+
+
+def _of_offload(cell: Cell, method: Method) -> Iterator[str]:
+    """What does not go with activations on the host."""
+    if not cell.offload_activations:
+        return
+    if cell.engine == "megatron" or cell.tp * cell.cp > 1:
+        yield "--offload-activations is built for ddp, fsdp2 and deepspeed without TP and CP"
+    if cell.engine == "deepspeed" and method.zero == 3:
+        yield "ZeRO 3 takes back weights that --offload-activations must know; use Z2, or --engine fsdp2 with Z3"
+    if cell.compile or cell.checkpoint == "op":
+        yield "--offload-activations does not see what --compile and --checkpoint op keep; use R or --checkpoint N"
+    if cell.dora:
+        yield "DoRA's unit matrices would go to the host as well; leave --dora or --offload-activations out"
 
 
 def _of_optimizer(cell: Cell, method: Method) -> Iterator[str]:

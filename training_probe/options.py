@@ -67,7 +67,7 @@ WHERE = Group("Where they run", sort_key=4)
 OUTPUT = Group("The results", sort_key=5)
 UNTRACED_METHODS = ("checkpoint", "loss", "dp_replicate", "fp8", "lengths", "packing")
 METHODS = ("lora_rank", "lora_alpha", "lora_targets", "adapter_dtype", "dora", "double_quant", "adamw_8bit",
-           "optimizer", "states", *UNTRACED_METHODS)  # fmt: skip
+           "optimizer", "states", "offload_activations", *UNTRACED_METHODS)  # fmt: skip
 
 _cells, _measured, _where = partial(option, CELLS), partial(option, MEASURED), partial(option, WHERE)
 _methods = partial(option, OF_METHODS)
@@ -178,6 +178,9 @@ class Grid:
             "the rest."
         ),
     ] = "adamw"
+    offload_activations: Annotated[
+        bool, _methods("What layers keep for the backward pass goes to the host.", show_default=False)
+    ] = False
     states: Annotated[
         grid.States,
         _methods("Weights and moments of fsdp2: fp32, or bf16 with stochastic rounding (torchao) or with Kahan's sum."),

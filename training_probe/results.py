@@ -102,6 +102,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     padding_ratio: Amount | None = None  # the share of positions that hold no token, where lengths are drawn
     states: str = "fp32"
     dora: bool = False
+    offload_activations: bool = False
     deepspeed: dict[str, Any] | None = None  # the user's own configuration, merged over what the cell gives
     cell: str  # Cell.name: what resuming goes by
     outcome: Outcome

@@ -41,6 +41,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "lora_targets": (["q_proj", "v_proj"], "lora_targets", ("q_proj", "v_proj")),
     "adapter_dtype": (["bf16"], "adapter_dtype", "bf16"),
     "dora": ([], "dora", True),
+    "offload_activations": ([], "offload_activations", True),
     "double_quant": ([], "double_quant", False),
     "adamw_8bit": ([], "adamw_8bit", True),
     "optimizer": (["muon"], "optim", "muon"),
@@ -354,6 +355,7 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(
         "fp8",
         "packing",
         "dora",
+        "offload_activations",
     ):  # which take yes and no
         assert taken == {"platform": BAD, "checkpoint": [""], "lengths": ["", "1e3"], **numbers}.get(name, [])
 

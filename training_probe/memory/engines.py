@@ -13,7 +13,7 @@ from dataclasses import replace
 from backends.decoder import Attention, ModelSpec
 from training_probe.flops import weights
 from training_probe.grid import Cell
-from training_probe.memory.layers import layer_bytes
+from training_probe.memory.layers import layer_bytes, tokens_in_model
 from training_probe.memory.rank import (
     MASTER,
     STATES_FP32,
@@ -68,10 +68,10 @@ def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...]
         kinds=layer_bytes(cell, spec, batch),
     )  # fmt: skip
     if cell.engine == "fsdp2":
-        return tuple(_fsdp2(rank)), tuple(_host(rank))
+        return tuple(_fsdp2(rank)), (*_host(rank), *_activations(rank))
     if cell.engine == "ddp":
-        return tuple(_ddp(rank)), tuple(_paged(rank))
-    return tuple(_deepspeed(rank)), tuple(_host(rank))
+        return tuple(_ddp(rank)), (*_paged(rank), *_activations(rank))
+    return tuple(_deepspeed(rank)), (*_host(rank), *_activations(rank))
 
 
 def _deepspeed(rank: Rank) -> Iterator[Moment]:
@@ -363,6 +363,24 @@ def _host(rank: Rank) -> Iterator[Term]:
         yield _pinned("fp32 gradients", 4, own, ranks)
         yield _pinned("bf16 parameters", 2, own, ranks)
     yield product("optimizer states", STATES_FP32, trainable, "trainable")
+
+
+def _activations(rank: Rank) -> Iterator[Term]:
+    """What --offload-activations keeps on the node, all ranks together, each tensor pinned by itself to a power of two:
+    those as wide as the hidden state and those as wide as the MLP."""
+    cell, spec = rank.cell, rank.spec
+    if not cell.offload_activations:
+        return
+    kept = beyond = 0.0
+    tokens = rank.batch * tokens_in_model(cell)
+    widest = max(kind.mlp.width for kind in spec.kinds)
+    of_hidden, of_mlp = (_power_of_two(2 * tokens * width) / (2 * tokens * width) for width in (spec.hidden, widest))
+    for kind in rank.kinds:
+        share = 0.0 if cell.recomputes else min(1.0, 8 * tokens * widest / kind.kept)
+        kept += kind.count * kind.kept
+        beyond += kind.count * kind.kept * (share * (of_mlp - 1) + (1 - share) * (of_hidden - 1))
+    yield Term("activations", round(cell.gpus * kept), f"{cell.gpus} x what {rank.layers} layers keep")
+    yield Term("rounding of activations", round(cell.gpus * beyond), "each pinned tensor to a power of two, about")
 
 
 def _paged(rank: Rank) -> Iterator[Term]:

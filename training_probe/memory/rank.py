@@ -139,6 +139,9 @@ class Rank:
         """Activations of `layers` layers of the last micro batch, and of all before it in the pipeline. Where kinds of
         layers differ, those that keep most: in which order they stand is not known."""
         cell, spec = self.cell, self.spec
+        if cell.offload_activations:
+            beyond = outside_bytes(cell, spec, self.batch) if outside and self.head else 0
+            return Term("activations", beyond, "last norm, and those of layers on the host")
         kept, parts, left = 0, [], layers
         for kind in sorted(self.kinds, key=lambda kind: -kind.kept):
             own = min(kind.count, left)

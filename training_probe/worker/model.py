@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
-from training_probe.worker import batches, layers, loss, ring
+from training_probe.worker import batches, layers, loss, offload, ring
 
 STD = 0.02
 MAGNITUDE = ".lora_magnitude_vector.default."  # in the name of what DoRA multiplies with
@@ -220,6 +220,8 @@ def adapt(model: nn.Module, trial: Trial) -> nn.Module:
     """What trains: everything; with Q all that is not quantized; else adapters over a frozen model (PEFT). In a run
     that is traced its parts have names."""
     adapted = _adapted(model, trial.cell, trial.seed)
+    if trial.cell.offload_activations:
+        adapted.offload = offload.Offload(decoder(adapted))
     if trial.profile:
         from training_probe.worker import scopes
 

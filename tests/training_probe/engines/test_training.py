@@ -50,6 +50,10 @@ LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
 SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
 HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
+AWAY, GONE_AWAY = {"offload_activations": True}, [
+    ("ddp", "Naive"), ("ddp", "F+R"), ("ddp", "QL"), ("deepspeed", "Naive"), ("deepspeed", "Z2"), ("fsdp2", "Z2"),
+    ("fsdp2", "Z3"), ("fsdp2", "R+Z3"), ("fsdp2", "L+Z3"),
+]  # fmt: skip
 DORA, BY_DORA = {"dora": True}, [
     ("ddp", "L"), ("ddp", "QL"), ("deepspeed", "L"), ("deepspeed", "L+Z2"), ("fsdp2", "L+Z3"),
 ]  # fmt: skip
@@ -68,6 +72,7 @@ LATER = [
     *((engine, method, {"double_quant": False}) for engine, method in SINGLE_QUANT),
     *((engine, method, HALVES) for engine, method in IN_HALVES),
     *((engine, method, EIGHT_BIT) for engine, method in IN_EIGHT_BITS),
+    *((engine, method, AWAY) for engine, method in GONE_AWAY),
     *((engine, method, DORA) for engine, method in BY_DORA),
     *((engine, method, MUON) for engine, method in BY_MUON),
     *(("fsdp2", method, {"states": states}) for method, states in IN_BF16),
@@ -320,6 +325,13 @@ def test_bf16_states_learn_as_much_as_fp32(trained: Trained, method: str, states
     assert found == pytest.approx(expected, abs=bound) and found != expected
     name = "torchao _AdamW" if states == "bf16-stochastic" else "training_probe KahanAdamW"
     assert trained.reports(asked)[0].optimizer == name
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("engine", "method"), GONE_AWAY)
+def test_activations_on_the_host_change_no_loss(trained: Trained, engine: str, method: str, gpus: int) -> None:
+    found = trained.losses(tiny.cell(engine, method, gpus, **AWAY))
+    assert found == trained.losses(tiny.cell(engine, method, gpus))
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

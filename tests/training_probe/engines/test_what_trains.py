@@ -10,6 +10,7 @@ import pytest
 from tests.training_probe.engines import tiny
 from training_probe.flops import flops_per_token, matrix_parameters
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS
+from training_probe.memory.layers import layer_bytes
 from training_probe.memory.rank import NF4_BYTES, NF4_DOUBLE_BYTES, STATES_8BIT
 from training_probe.protocol import MUON_TIMES, WEIGHT_DECAY, learning_rate
 
@@ -141,6 +142,21 @@ def test_muon_gives_matrices_of_layers_one_moment_and_an_orthogonal_update(
         update = (before * (1 - rate * WEIGHT_DECAY) - whole(training.model.get_parameter(name))) / rate
         values = alone.linalg.svdvals(update)
         assert values.median() > 0.6 and values.max() < 1.3  # of the gradient itself they fall steeply
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"), [("ddp", "Naive"), ("ddp", "R"), ("fsdp2", "Z3"), ("fsdp2", "R+Z3"), ("deepspeed", "Z2")]
+)
+def test_what_goes_to_the_host_is_what_layers_keep(alone: Any, engine: str, method: str) -> None:
+    """No weights, each storage once; besides the last norm's input and, once a layer, a rotation's cos and sin."""
+    training = Training(alone, engine, method, offload_activations=True)
+    training.gradients()
+    asked = training.trial.cell
+    kept = sum(kind.count * kind.kept for kind in layer_bytes(asked, tiny.SPEC.decoder, 2))
+    tokens = 2 * asked.seq_len
+    rotations = 0 if asked.recomputes else tiny.SPEC.layers * 2 * 2 * asked.seq_len * 32
+    beside = tokens * tiny.SPEC.hidden * 6 + rotations
+    assert kept <= training.model.offload.bytes_kept <= kept + beside + 0.02 * kept
 
 
 def whole(parameter: Any) -> Any:

@@ -174,6 +174,17 @@ def test_muon_has_one_moment_of_the_matrices_of_layers(
     assert next(each.bytes for each in last.terms if each.name == "Muon's squares") == 4 * 4096**2
 
 
+@pytest.mark.parametrize("method", ["F", "F+R"])
+def test_activations_that_are_offloaded_are_the_hosts(method: str) -> None:
+    here, away = (of(method, engine="ddp", seq_len=2048, offload_activations=there) for there in (False, True))
+    (kind,) = layer_bytes(cell(method, model="7b", engine="ddp", seq_len=2048), spec("7b"), 1)
+    assert term(here, "loss", "activations") - term(away, "loss", "activations") == 32 * kind.kept
+    held = {each.name: each.bytes for each in away.host}
+    assert held["activations"] == 32 * kind.kept and not here.host
+    rounded = held["rounding of activations"] / held["activations"]
+    assert rounded == 0 if "R" in method else 0 < rounded < 0.25  # 4096 is a power of two, and 11008 is none
+
+
 def test_dora_has_a_magnitude_for_each_output() -> None:
     outputs = 32 * (4 * 4096 + 2 * 11008 + 4096)
     plain, dora = (weights(spec("7b"), cell("L", model="7b", dora=dora)) for dora in (False, True))
