@@ -83,7 +83,12 @@ def fuzz(name: str, seconds: float, before: Result) -> Result:
         report = Path(scratch, "report")
         CRASHES.mkdir(exist_ok=True)
         options = [f"-max_len={MOST_INPUT_BYTES}", "-len_control=0", f"-rss_limit_mb={MOST_MEMORY_MB}"]
-        options += [f"-timeout={MOST_SECONDS}", f"-artifact_prefix={CRASHES}/{name}-", "-reduce_inputs=0"]
+        options += [
+            f"-timeout={MOST_SECONDS}",
+            f"-report_slow_units={MOST_SECONDS}",
+            f"-artifact_prefix={CRASHES}/{name}-",
+            "-reduce_inputs=0",
+        ]
         options += [f"-seed={before.parts + 1}", str(found), str(CORPUS / name)]
         process = subprocess.run(
             [sys.executable, "-m", "tests.fuzz.run", f"--within={name}", str(seconds), str(report), *options],
