@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
-from training_probe.grid import GATE_WITH_UP, PROMPT_TOKENS, QKV_TOGETHER, Cell
+from training_probe.grid import EXPERTS_ADAPTED, GATE_WITH_UP, OF_EXPERTS, PROMPT_TOKENS, QKV_TOGETHER, Cell
 from training_probe.packing import Extent
 
 # Dense bf16 matrix products with fp32 accumulation, FLOP/s, by words of the name that torch and NVML report; the first
@@ -140,7 +140,21 @@ def adapted_linears(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, tupl
     if spec.model_type in QKV_TOGETHER:
         separate = [linears.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
         linears = {"qkv_proj": (spec.hidden, sum(outputs for _, outputs in separate)), **linears}
-    return {name: sizes for name, sizes in linears.items() if name in cell.adapts}
+    left = OF_EXPERTS if spec.model_type in EXPERTS_ADAPTED else set()
+    return {name: sizes for name, sizes in linears.items() if name in cell.adapts and name not in left}
+
+
+def expert_lora(cell: Cell, spec: ModelSpec, kind: Layers) -> dict[str, int]:
+    """Parameters of LoRA on one expert of such a layer, by the two tensors of all experts that PEFT adapts: gate and up
+    as one with twice the rank."""
+    if not cell.letters.has_lora or spec.model_type not in EXPERTS_ADAPTED or kind.mlp.experts == 1:
+        return {}
+    width, rank, found = kind.mlp.width, cell.lora_rank, {}
+    if "gate_proj" in cell.adapts:
+        found["gate_up_proj"] = 2 * rank * (spec.hidden + 2 * width)
+    if "down_proj" in cell.adapts:
+        found["down_proj"] = rank * (width + spec.hidden)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,19 +189,22 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(spec: ModelSpec, kind: Layers, cell: Cell) -> _LayerWeights:
-    mlp, attention, method = kind.mlp, kind.attention, cell.letters
+    mlp, method = kind.mlp, cell.letters
     parameters = kind.parameters(spec.hidden, spec.norm_values, mlp.experts)
     linears = layer_linears(spec, kind).values()
     four_bit = sum(inputs * outputs for inputs, outputs in linears) if method.four_bit else 0
     adapted = adapted_linears(cell, spec, kind).values()
-    lora = sum(cell.lora_rank * (inputs + outputs) + cell.dora * outputs for inputs, outputs in adapted)
+    of_experts = mlp.experts * sum(expert_lora(cell, spec, kind).values())
+    lora = sum(cell.lora_rank * (inputs + outputs) + cell.dora * outputs for inputs, outputs in adapted) + of_experts
     # of a mixture, gate and up of all experts are one tensor
     largest = max((inputs * outputs for inputs, outputs in linears), default=0)
     if mlp.experts > 1:
         largest = max(largest, 2 * mlp.experts * spec.hidden * mlp.width)
     trains = parameters
     if method.adapter:
-        trains, largest = lora, cell.lora_rank * max(spec.hidden, attention.query_width, mlp.width, mlp.shared)
+        trains, largest = lora, cell.lora_rank * max((max(sizes) for sizes in adapted), default=0)
+        if of_experts:  # the outer one of gate and up, of all experts
+            largest = max(largest, 2 * cell.lora_rank * mlp.experts * max(spec.hidden, 2 * mlp.width))
     elif method.quantized:
         trains, largest = kind.norms * spec.norm_values * spec.hidden, 0
     return _LayerWeights(parameters=parameters, four_bit=four_bit, lora=lora, trains=trains, largest=largest)
@@ -240,6 +257,8 @@ def _of_extent(cell: Cell, spec: ModelSpec, extent: Extent) -> Flops:
     method, counts, (longer, length) = cell.letters, weights(spec, cell), extent
 
     lora = counts.adapter - magnitudes(cell, spec) if method.has_lora else 0
+    for kind in spec.kinds:  # a token passes through the active experts alone
+        lora -= kind.count * (kind.mlp.experts - kind.mlp.active) * sum(expert_lora(cell, spec, kind).values())
     in_layers = matrix_parameters(spec) + lora
     head = spec.vocab_size * spec.hidden
     trained = lora if method.adapter else head if method.quantized else in_layers + head
@@ -333,7 +352,7 @@ def _repeated(cell: Cell, spec: ModelSpec, kind: Layers, length: float) -> float
     if cell.letters.recompute == "selective":
         return attention if cell.letters.flash else attention / 2
     lora = sum(cell.lora_rank * sum(sizes) for sizes in adapted_linears(cell, spec, kind).values())
-    again = _layer_parameters(spec, kind) + lora
+    again = _layer_parameters(spec, kind) + lora + kind.mlp.active * sum(expert_lora(cell, spec, kind).values())
     if cell.checkpoint != "op":
         return 2.0 * (again - _not_repeated(cell, spec, kind)) + attention
     kept = kept_products(cell, spec, kind)

@@ -40,6 +40,10 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 # Where q, k and v, or gate and up, are one linear layer; adapted by default like the others.
 FUSED_TARGETS = ("qkv_proj", "gate_up_proj")
 QKV_TOGETHER, GATE_WITH_UP = ("phi3",), ("glm", "glm4", "phi3")
+# Where PEFT 0.21 adapts all experts of a layer as two tensors under these names, and no other MLP.
+EXPERTS_ADAPTED, OF_EXPERTS = (
+    ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"), {"gate_proj", "up_proj", "down_proj"}
+)  # fmt: skip
 PROMPT_TOKENS = 8
 PAPER_MAX_MICRO_BATCH = 64
 LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
@@ -580,7 +584,12 @@ def _of_fp8_products(cell: Cell, spec: ModelSpec) -> Iterator[str]:
 
 def _of_targets(cell: Cell, spec: ModelSpec) -> Iterator[str]:
     """Layers that LoRA should adapt and the model has under another name."""
-    if not cell.letters.has_lora or cell.lora_targets == LORA_TARGETS:
+    if not cell.letters.has_lora:
+        return
+    mixture = spec.model_type in EXPERTS_ADAPTED and any(kind.mlp.experts > 1 for kind in spec.kinds)
+    if cell.dora and mixture and not OF_EXPERTS.isdisjoint(cell.adapts):
+        yield f"PEFT has no DoRA on the experts of {spec.name}; name --lora-targets q_proj k_proj v_proj o_proj"
+    if cell.lora_targets == LORA_TARGETS:
         return
     for fused, types, separate in (
         ("qkv_proj", QKV_TOGETHER, ("q_proj", "k_proj", "v_proj")),
@@ -590,6 +599,17 @@ def _of_targets(cell: Cell, spec: ModelSpec) -> Iterator[str]:
         for target in lacks:
             if target in cell.lora_targets:
                 yield f"{spec.name} has no {target} that LoRA could adapt; it has {' and '.join(has)}"
+    if (
+        len(OF_EXPERTS.intersection(cell.lora_targets, ("gate_proj", "up_proj"))) == 1
+        and spec.model_type in EXPERTS_ADAPTED
+    ):
+        yield f"PEFT adapts gate and up of {spec.name}'s experts as one; name both gate_proj and up_proj, or neither"
+    if (
+        all(kind.mlp.experts > 1 and not kind.mlp.shared for kind in spec.kinds)
+        and spec.model_type not in EXPERTS_ADAPTED
+    ):
+        for target in OF_EXPERTS.intersection(cell.lora_targets):
+            yield f"PEFT adapts no experts of {spec.name} by the name {target}; name q_proj k_proj v_proj o_proj"
 
 
 def _of_attention(cell: Cell, spec: ModelSpec) -> Iterator[str]:

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from backends import catalog
 from backends.decoder import ModelSpec
 from training_probe import llama_shape
-from training_probe.grid import ENGINES, LETTERS, NAIVE, Cell, GridError, Method, cell, grid, impossible, settled
+from training_probe.grid import (
+    ENGINES,
+    LETTERS,
+    LORA_TARGETS,
+    NAIVE,
+    Cell,
+    GridError,
+    Method,
+    cell,
+    grid,
+    impossible,
+    settled,
+)
 
 RING = {"method": "F+Z3", "engine": "fsdp2", "cp": 2, "gpus": 2}
 
@@ -268,6 +280,23 @@ def test_what_torchs_attention_does_not_compute_is_eager(
     reason = impossible(asked, described)
     assert reason is None if why is None else reason is not None and why in reason
     assert impossible(cell("Naive", model=model, seq_len=seq_len), described) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "why"),
+    [
+        ("mixtral-8x7b", ("q_proj", "down_proj"), "by the name down_proj; name q_proj k_proj v_proj o_proj"),
+        ("qwen3-30b-a3b", ("q_proj", "up_proj"), "name both gate_proj and up_proj, or neither"),
+        ("qwen3-30b-a3b", ("gate_proj", "up_proj"), None), ("qwen3-30b-a3b", LORA_TARGETS, None),
+        ("mixtral-8x7b", ("q_proj", "k_proj", "v_proj", "o_proj"), None), ("mixtral-8x7b", LORA_TARGETS, None),
+    ],
+)  # fmt: skip
+def test_what_peft_adapts_of_experts(model: str, targets: tuple[str, ...], why: str | None) -> None:
+    reason = impossible(cell("L+Z3", model=model, task="finetune", lora_targets=targets), catalog.find(model))
+    assert reason is None if why is None else reason is not None and why in reason
+    adapted = cell("L", engine="ddp", model="qwen3-30b-a3b", task="finetune", dora=True)
+    dora = impossible(adapted, catalog.find("qwen3-30b-a3b"))
+    assert dora is not None and "no DoRA on the experts of qwen3-30b-a3b" in dora
 
 
 def test_a_loss_in_chunks_cannot_cap_logits() -> None:

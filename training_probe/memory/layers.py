@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from backends.decoder import Attention, LatentAttention, Layers, Mlp, ModelSpec, Recurrent
-from training_probe.flops import adapted_linears, kept_products, repeating_layers
-from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
+from training_probe.flops import adapted_linears, expert_lora, kept_products, repeating_layers
+from training_probe.grid import LORA_TARGETS, OF_EXPERTS, PROMPT_TOKENS, Cell
 
 # Compiled layers recompute what is cheap: 16 b s h + 6 b s f in all, fitted to one run (7B, FSDP2 on 4 H200, batch
 # 4 x 4096, torch 2.11).
@@ -45,10 +45,8 @@ class _Operators(NamedTuple):
     logits: int = 0
 
 
-# PEFT 0.21 turns gate_proj, up_proj and down_proj into tensors of all experts for these model types.
 _OF_QKV, _OF_GATE_UP = {"q_proj", "k_proj", "v_proj", "qkv_proj"}, {"gate_proj", "up_proj", "gate_up_proj"}
 _OF_MLP = {*_OF_GATE_UP, "down_proj"}
-EXPERTS_ADAPTED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
 _LLAMA = _Operators()
 _OPERATORS = {
     "gemma": _Operators(normalised=4),  # fp32, times 1 + weight
@@ -86,9 +84,9 @@ def uncounted(cell: Cell, spec: ModelSpec) -> str | None:
         return f"{name} is a mixture of experts, and what --checkpoint op keeps of those was not counted"
     if not cell.letters.has_lora:
         return None
-    if spec.model_type in EXPERTS_ADAPTED and not _OF_MLP.isdisjoint(cell.lora_targets):
-        return f"PEFT puts LoRA on the experts of {name} as whole tensors, and what those keep was not counted"
     adapted = {target for kind in spec.kinds for target in adapted_linears(cell, spec, kind)}
+    if any(expert_lora(cell, spec, kind) for kind in spec.kinds):
+        adapted |= OF_EXPERTS
     if cell.lora_targets != LORA_TARGETS and (lacking := [each for each in cell.lora_targets if each not in adapted]):
         return f"{name} has no linear layer {lacking[0]} that LoRA could adapt"
     return None
@@ -145,8 +143,8 @@ def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recompute
     if recomputed:
         transient = max(transient, dora_bytes(cell, spec, kind))
     whole = tokens * kept
-    once = _once(cell, spec, kind.mlp)  # does not grow with tokens
-    lasting = once
+    once, merged = _once(cell, spec, kind.mlp), _merged(cell, spec, kind)  # what does not grow with tokens
+    lasting = once + sum(merged)
     if recomputed and cell.checkpoint == "op":
         beside = _kept_by_operator(cell, spec, kind)
         kept, formula, lasting = 2.0 * spec.hidden + beside, f"2*b*s*h + {beside:g}*b*s, by operator", 0
@@ -155,7 +153,8 @@ def _of_kind(cell: Cell, spec: ModelSpec, kind: Layers, batch: int, *, recompute
     elif method.recompute == "selective":
         kept, formula = _saved(cell, spec, kind, attention_recomputed=True)
     return LayerBytes(
-        count=1, kept=round(tokens * kept) + lasting, formula=formula, working=round(whole + transient) + once,
+        count=1, kept=round(tokens * kept) + lasting, formula=formula,
+        working=round(whole + transient) + once + sum(merged) + min(merged, default=0),
         sizes=f"f={kind.mlp.width} a={kind.attention.heads}",
     )  # fmt: skip
 
@@ -202,7 +201,7 @@ def _saved(cell: Cell, spec: ModelSpec, kind: Layers, *, attention_recomputed: b
     square = 0 if fused or attention_recomputed else {"eager": _operators(spec).square, "math": 4}[cell.attention]
     heads_bytes = _heads(cell, _operators(spec), kind.attention, inputs.output, attention_recomputed)
     wide = (8 if inputs.down else 6) - (COMPILED_LESS_WIDE if cell.compile else 0)
-    mlp, wide_text = _mlp(spec, kind.mlp, wide)
+    mlp, wide_text = _mlp(cell, spec, kind, wide)
     small = 4.0 * kind.norms + (4.0 * heads / cell.tp if fused else 0)  # reciprocal deviations; log-sum-exp
     adapters = 2.0 * cell.lora_rank * len(adapted)
     if cell.wide_inputs:  # each adapter casts its own input, and keeps that; and the product of its first matrix
@@ -238,10 +237,8 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
-    """A linear layer needs its input for the gradients of its weight, or of an adapter's: not where it is frozen. Of a
-    mixture all are counted where any is adapted."""
+    """A linear layer needs its input for the gradients of its weight, or of an adapter's: not where it is frozen."""
     method = cell.letters
-    mixture = kind.mlp.experts > 1
     if not adapted:
         trains = not (method.adapter or method.quantized)
         return _Inputs(trains, trains, trains, trains, trains)
@@ -249,7 +246,7 @@ def _inputs(cell: Cell, kind: Layers, adapted: set[str]) -> _Inputs:
         adapted = set()
     return _Inputs(
         qkv=not adapted.isdisjoint(_OF_QKV), output="o_proj" in adapted,
-        gate_up=mixture or not adapted.isdisjoint(_OF_GATE_UP), down=mixture or "down_proj" in adapted,
+        gate_up=not adapted.isdisjoint(_OF_GATE_UP), down="down_proj" in adapted,
         latent=False,
     )  # fmt: skip
 
@@ -305,18 +302,22 @@ def _normalised(cell: Cell, spec: ModelSpec) -> int:
     return 0 if cell.letters.adapter else _operators(spec).normalised
 
 
-def _mlp(spec: ModelSpec, mlp: Mlp, wide: int) -> tuple[float, str]:
+def _mlp(cell: Cell, spec: ModelSpec, kind: Layers, wide: int) -> tuple[float, str]:
     """Bytes per token of the MLP, or of the experts that a token passes through, and the formula. wide: per b s f of a
-    dense one. An expert's tokens are gathered, and its outputs scattered: 4 b s h."""
+    dense one. An expert's outputs are scattered (2 b s h), and its tokens gathered (2 b s h more): these, and what
+    enters its second product, are kept where the tensors that they multiply train."""
+    mlp = kind.mlp
     wide -= 0 if mlp.gated else 2  # nothing to multiply with
     if mlp.experts == 1:
         return wide * mlp.width, f"{wide}*b*s*f"
     operators = _operators(spec)
     ran = mlp.experts if operators.every_expert else mlp.active
-    expert = wide - _LLAMA.wide + operators.wide
     shared = wide * mlp.shared + (2 * spec.hidden if mlp.shared_gate else 0)
-    text = f"{ran * expert}*b*s*f + {4 * ran}*b*s*h" + (f" + {shared}*b*s (shared)" if shared else "")
-    return ran * (expert * mlp.width + 4 * spec.hidden) + shared, text
+    trained = {"gate_up_proj", "down_proj"} if cell.letters.adapter is None else set(expert_lora(cell, spec, kind))
+    expert = operators.wide + (2 if "down_proj" in trained else 0) - (COMPILED_LESS_WIDE if cell.compile else 0)
+    moved = 4 if "gate_up_proj" in trained else 2
+    text = f"{ran * expert}*b*s*f + {moved * ran}*b*s*h" + (f" + {shared}*b*s (shared)" if shared else "")
+    return ran * (expert * mlp.width + moved * spec.hidden) + shared, text
 
 
 def _router(cell: Cell, spec: ModelSpec, mlp: Mlp) -> float:
@@ -328,6 +329,17 @@ def _router(cell: Cell, spec: ModelSpec, mlp: Mlp) -> float:
 def _once(cell: Cell, spec: ModelSpec, mlp: Mlp) -> int:
     """Bytes that do not grow with tokens: the copy of the router's weight in fp32."""
     return 4 * mlp.experts * spec.hidden if mlp.experts > 1 and _operators(spec).fp32_router else 0
+
+
+def _merged(cell: Cell, spec: ModelSpec, kind: Layers) -> list[int]:
+    """Bytes of all experts' weights with their LoRA added, of which PEFT makes new tensors in each forward pass: its
+    products need them in the backward pass. An fp32 LoRA has copies in bf16 for it. Their gradients are as large; that
+    of the second product is there beside all of them."""
+    sizes = []
+    for name, parameters in expert_lora(cell, spec, kind).items():
+        weights = (2 if name == "gate_up_proj" else 1) * spec.hidden * kind.mlp.width
+        sizes.append(2 * kind.mlp.experts * (weights + (parameters if cell.wide_inputs else 0)))
+    return sizes
 
 
 def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:

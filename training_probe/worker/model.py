@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from training_probe.grid import LORA_TARGETS, PROMPT_TOKENS, Cell
+from training_probe.grid import EXPERTS_ADAPTED, LORA_TARGETS, OF_EXPERTS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
 from training_probe.worker import batches, layers, loss, offload, ring
 
@@ -145,7 +145,7 @@ def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) ->
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    own = re.sub(r"^(base_model\.|model\.)+", "", name).replace(".base_layer.", ".")
+    own = re.sub(r"(\.base_layer)+\.", ".", re.sub(r"^(base_model\.|model\.)+", "", name))  # nested around experts
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(own.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
 
@@ -261,6 +261,8 @@ def _adapted(model: nn.Module, cell: Cell, seed: int) -> nn.Module:
 def _check_targets(model: nn.Module, cell: Cell) -> None:
     """That the model has each layer that the cell names, where it does not name all. Raises Unsupported."""
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if model.config.model_type in EXPERTS_ADAPTED:
+        names |= OF_EXPERTS
     lacking = [target for target in cell.adapts if target not in names]
     if lacking and (cell.lora_targets != LORA_TARGETS or len(lacking) == len(cell.adapts)):
         raise Unsupported(f"the model has no linear layer {lacking[0]} that LoRA could adapt; it has {sorted(names)}")

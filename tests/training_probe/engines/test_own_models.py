@@ -66,8 +66,8 @@ def config_of(name: str) -> dict[str, Any]:
     return json.loads(json.dumps(CONFIGS[name]))  # type: ignore[no-any-return]
 
 
-def trial(name: str, engine: str, method: str) -> Trial:
-    cell = tiny.cell(engine, method, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH)
+def trial(name: str, engine: str, method: str, **more: Any) -> Trial:
+    cell = tiny.cell(engine, method, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, **more)
     return Trial(cell=cell, config=config_of(name))
 
 
@@ -137,6 +137,16 @@ def test_every_engine_reaches_the_loss_of_a_plain_loop(alone: Any, name: str) ->
         assert losses(trial(name, engine, method)) == pytest.approx(plain, abs=WITHIN), (engine, method)
     for engine, method in (("deepspeed", "Z3"), ("fsdp2", "R+Z3")):
         assert losses(trial(name, engine, method)) == pytest.approx(with_masters, abs=WITHIN), (engine, method)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj", "o_proj"), grid.LORA_TARGETS])
+def test_adapters_of_a_mixture_learn_the_same_in_every_engine(alone: Any, targets: tuple[str, ...]) -> None:
+    """On attention alone, and on experts as PEFT puts them there: as much as on one GPU that keeps all as it is."""
+    expected = losses(trial("qwen3-moe", "ddp", "L", lora_targets=targets))
+    assert expected[0] - expected[-1] > 0.01
+    for engine, method in (("deepspeed", "L+Z2"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3"), ("fsdp2", "L+R+Z3")):
+        found = losses(trial("qwen3-moe", engine, method, lora_targets=targets))
+        assert found == pytest.approx(expected, abs=WITHIN), (engine, method)
 
 
 @pytest.mark.parametrize("method", ["L", "Q", "QL", "PT"])
