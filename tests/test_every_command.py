@@ -21,12 +21,12 @@ from loadgen import cli as loadgen_cli
 from training_probe import cli as training_probe_cli
 
 PROGRAMS = {"loadgen": loadgen_cli, "training_probe": training_probe_cli}
-TORCH = "training_probe.worker"  # imports torch and its engines
+TORCH = ("training_probe.worker.", "training_probe.callback")  # import torch and its engines
 MODULES = [
     found.name
     for package in (backends, loadgen, servers, training_probe)
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not found.name.startswith(f"{TORCH}.") and not found.name.endswith(".__main__")
+    if not found.name.startswith(TORCH) and not found.name.endswith(".__main__")
 ]
 # In order: the later ones read what the earlier ones wrote. The first word is the exit code, where it is not 0.
 COMMANDS = """

@@ -78,9 +78,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     phase: Phase
     step_s: float
-    forward_s: float | None
-    backward_s: float | None
-    optimizer_s: float
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
     loss: float | None = None
 
 

@@ -144,6 +144,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     nodes: list[str] = []  # addresses of the nodes that it ran on, where that was a cluster
     conditions: Conditions | None = None  # the worst of the runs and ranks
     first_step_ms: Amount | None = None  # the mean over the runs
+    data_wait_ms: Amount | None = None  # for a step's data, where a script loads them; a sweep's lie on the device
     checkpoint_bytes: Count | None = None  # with --checkpoint-io, in the first run
     checkpoint_save_s: Amount | None = None
     checkpoint_load_s: Amount | None = None

@@ -256,6 +256,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
     columns += [Column(name, "ms in its phases", optional=True) for name in ("forward", "backward", "optimizer")]
     columns += [Column(name, _GIB) for name in ("predicted", "allocated", "reserved")]
     columns += [Column("J/token", "Energy", optional=True), Column("first step", _MS, optional=True)]
+    columns += [Column("data wait", _MS, optional=True)]
     columns += [Column(name, "Checkpoint, GB/s", optional=True) for name in ("save", "load")]
     rows = []
     for result in results:
@@ -267,7 +268,7 @@ def all_cells(results: Sequence[CellResult]) -> Table:
             speed(result, remarks, oom="OOM"), *map(known, shares),
             known(result.step_ms), known(result.forward_ms), known(result.backward_ms), known(result.optimizer_ms),
             known(result.predicted_memory_gb), known(result.peak_memory_gb), known(result.peak_reserved_gb),
-            known(result.energy_j_per_token), known(result.first_step_ms),
+            known(result.energy_j_per_token), known(result.first_step_ms), known(result.data_wait_ms),
             *(known(_gb_per_s(result.checkpoint_bytes, each))
               for each in (result.checkpoint_save_s, result.checkpoint_load_s)),
         ))  # fmt: skip
@@ -310,7 +311,7 @@ CSV_FIELDS = (
     "tokens_per_s_per_gpu", "ratio_per_gpu", "runs", "mfu_ratio", "hfu_ratio", "step_ms", "forward_ms", "backward_ms",
     "optimizer_ms", "predicted_memory_gb", "peak_memory_gb", "peak_reserved_gb", "energy_j_per_token", "note",
     "lengths", "packing", "padding_ratio", "first_step_ms", "checkpoint_bytes", "checkpoint_save_s",
-    "checkpoint_load_s",
+    "checkpoint_load_s", "data_wait_ms",
 )  # fmt: skip
 
 
