@@ -55,6 +55,7 @@ LETTERS = {
     "Z2": "ZeRO 2: gradients too",
     "Z3": "ZeRO 3: parameters too",
     "O": "offload to the CPU: optimizer with Z1 and Z2, optimizer and parameters with Z3",
+    "OO": "offload of the optimizer alone, with Z3",
     "Q": "4-bit weights, frozen; embeddings, norms and the head train",
     "R": "recompute: activations of a layer are computed again in the backward pass",
     "RS": "selective recompute: only attention is computed again",
@@ -67,6 +68,7 @@ NAIVE = "Naive"
 # What people type who do not know the letters, without case, spaces and dashes.
 WORDS = {
     "LORA": "L", "QLORA": "QL", "PROMPTTUNING": "PT", "ZERO1": "Z1", "ZERO2": "Z2", "ZERO3": "Z3", "OFFLOAD": "O",
+    "OFFLOADOPTIMIZER": "OO",
     "FLASH": "F", "FLASHATTENTION": "F", "FA": "F", "FA2": "F", "CHECKPOINTING": "R", "GRADIENTCHECKPOINTING": "R",
     "RECOMPUTE": "R", "RECOMPUTATION": "R", "SELECTIVE": "RS", "QUANTIZATION": "Q", "INT4": "Q", "NF4": "Q",
     "4BIT": "Q", "FULL": NAIVE, "DDP": f"{NAIVE} with --engine ddp", "FSDP": "Z3 with --engine fsdp2",
@@ -79,10 +81,12 @@ class GridError(UserError, ValueError):
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
-    """The paper's letters, taken apart. `zero`: stage, 0 for none. `quantized`: Q, without an adapter."""
+    """The paper's letters, taken apart. `zero`: stage, 0 for none. `optimizer_alone`: of
+    what is offloaded. `quantized`: Q, without an adapter."""
 
     zero: int = 0
     offload: bool = False
+    optimizer_alone: bool = False
     quantized: bool = False
     recompute: Recompute = "none"
     flash: bool = False
@@ -101,21 +105,37 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
                 )
             if letters.count(letter) > 1:
                 raise GridError(f"method '{text}' names {letter} twice; name it once.")
-        for rivals in (("Z1", "Z2", "Z3"), ("L", "QL", "PT"), ("R", "RS"), ("Q", "QL"), ("Q", "L"), ("Q", "PT")):
+        for rivals in (
+            ("Z1", "Z2", "Z3"),
+            ("L", "QL", "PT"),
+            ("R", "RS"),
+            ("O", "OO"),
+            ("Q", "QL"),
+            ("Q", "L"),
+            ("Q", "PT"),
+        ):
             both = [letter for letter in rivals if letter in letters]
             if len(both) > 1:
                 raise GridError(f"method '{text}' is a contradiction: {both[0]} and {both[1]} exclude each other.")
         zero = next((int(letter[1]) for letter in letters if letter[0] == "Z"), 0)
         if "O" in letters and not zero:
             raise GridError(f"method '{text}' offloads without ZeRO; add Z1, Z2 or Z3 to O.")
+        if "OO" in letters and zero != 3:
+            raise GridError(f"method '{text}' has OO without Z3; with Z1 and Z2 the optimizer alone is offloaded by O.")
         return cls(
             zero=zero,
-            offload="O" in letters,
+            offload="O" in letters or "OO" in letters,
+            optimizer_alone="OO" in letters,
             quantized="Q" in letters,
             recompute="full" if "R" in letters else "selective" if "RS" in letters else "none",
             flash="F" in letters,
             adapter=next((letter for letter in get_args(Adapter) if letter in letters), None),
         )
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """As DeepSpeed has it; FSDP2 offloads both or none."""
+        return self.zero == 3 and self.offload and not self.optimizer_alone
 
     @property
     def four_bit(self) -> bool:
@@ -138,7 +158,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
             "F" if self.flash else None,
             {"none": None, "full": "R", "selective": "RS"}[self.recompute],
             f"Z{self.zero}" if self.zero else None,
-            "O" if self.offload else None,
+            "OO" if self.optimizer_alone else "O" if self.offload else None,
         )
         return "+".join(letter for letter in letters if letter) or NAIVE
 
@@ -662,6 +682,8 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
     if cell.engine == "ddp" and method.zero:
         yield "ddp shards nothing; use deepspeed or fsdp2 for ZeRO"
     if cell.engine == "fsdp2":
+        if method.optimizer_alone:
+            yield "fsdp2 offloads weights and optimizer together; use O, or --engine deepspeed"
         if method.zero < 2:
             yield "fsdp2 always shards: use Z2 (parameters kept after the forward pass) or Z3"
         if method.four_bit:

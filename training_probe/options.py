@@ -128,9 +128,7 @@ class Grid:
     ] = ()
     method: Annotated[
         tuple[str, ...],
-        _list(
-            "Letters joined by +, as in F+R+Z3+O: Z1 Z2 Z3 O Q R RS F L QL PT; Naive has none (training_probe letters)."
-        ),
+        _list("Letters joined by +, as in F+R+Z3+O: Z1 Z2 Z3 O OO Q R RS F L QL PT; Naive has none (see letters)."),
     ] = ()
     gpus: Annotated[
         tuple[int, ...], _list("Processes, one a GPU; by default all GPUs here, without any 1.", converter=whole)

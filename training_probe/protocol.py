@@ -193,7 +193,7 @@ def deepspeed_config(cell: Cell) -> dict[str, Any]:
     if method.offload:
         there = {"device": "cpu", "pin_memory": cuda}
         config["zero_optimization"]["offload_optimizer"] = there
-        if method.zero == 3:
+        if method.offloads_parameters:
             config["zero_optimization"]["offload_param"] = there
         if not cuda:
             config["zero_force_ds_cpu_optimizer"] = False

@@ -48,18 +48,26 @@ def methods(draw: st.DrawFn) -> tuple[Method, str]:
     """A method by its fields, and its letters in any order, case and spacing."""
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     offload = draw(st.booleans()) if zero else False
+    alone = draw(st.booleans()) if offload and zero == 3 else False
     weights = draw(st.sampled_from([None, "Q", "L", "QL", "PT"]))
     recompute = draw(st.sampled_from([None, "R", "RS"]))
     flash = draw(st.booleans())
     method = Method(
         zero=zero,
         offload=offload,
+        optimizer_alone=alone,
         quantized=weights == "Q",
         recompute={None: "none", "R": "full", "RS": "selective"}[recompute],  # type: ignore[arg-type]
         flash=flash,
         adapter=None if weights == "Q" else weights,  # type: ignore[arg-type]
     )
-    letters = [f"Z{zero}" if zero else None, "O" if offload else None, weights, recompute, "F" if flash else None]
+    letters = [
+        f"Z{zero}" if zero else None,
+        "OO" if alone else "O" if offload else None,
+        weights,
+        recompute,
+        "F" if flash else None,
+    ]
     written = draw(st.permutations([letter for letter in letters if letter] or [NAIVE]))
     cases = [draw(st.sampled_from([str.upper, str.lower, str.title])) for _ in written]
     space = draw(st.sampled_from(["", " "]))
@@ -76,7 +84,7 @@ def test_letters_mean_the_same_however_they_are_written(case: tuple[Method, str]
 
 
 def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
-    """Of all 2047 sets of letters."""
+    """Of all 4095 sets of letters."""
     good = 0
     for letters in chain.from_iterable(combinations(LETTERS, size) for size in range(1, len(LETTERS) + 1)):
         said = set(letters)
@@ -84,6 +92,8 @@ def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
             len(said & {"Z1", "Z2", "Z3"}) <= 1
             and len(said & {"R", "RS"}) <= 1
             and len(said & {"Q", "L", "QL", "PT"}) <= 1
+            and len(said & {"O", "OO"}) <= 1
+            and ("OO" not in said or "Z3" in said)
             and ("O" not in said or bool(said & {"Z1", "Z2", "Z3"}))
         )
         text = "+".join(letters)
@@ -94,7 +104,7 @@ def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
             with pytest.raises(GridError) as error:
                 Method.parse(text)
             one_sentence(error)
-    assert good == 7 * 3 * 5 * 2 - 1  # ZeRO and offload, recompute, weights, flash; less none at all
+    assert good == 8 * 3 * 5 * 2 - 1  # ZeRO and offload, recompute, weights, flash; less none at all
 
 
 @pytest.mark.parametrize(
@@ -202,6 +212,8 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Naive", {"offload_activations": True, "engine": "megatron"}, "built for ddp, fsdp2 and deepspeed"),
         ("Naive", {"offload_activations": True, "engine": "ddp", "checkpoint": "op"}, "use R or --checkpoint N"),
         ("L", {"offload_activations": True, "engine": "ddp", "dora": True, "task": "finetune"}, "unit matrices"),
+        ("Z3+OO", {"engine": "fsdp2"}, "use O, or --engine deepspeed"),
+        ("Z3+OO", {"adamw_8bit": True}, "leave O or --optimizer adamw-8bit out"),
         ("L+Z3", {"dora": True, "task": "finetune"}, "use Z2, or --engine fsdp2"),
         ("L", {"dora": True, "engine": "ddp", "task": "finetune", "checkpoint": "op"}, "use R or --checkpoint N"),
         ("Z3", {"states": "bf16-kahan"}, "built for fsdp2; ddp keeps all in plain bf16"),

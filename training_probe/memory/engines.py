@@ -168,14 +168,14 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable = counts.trainable
     held = [product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *libraries(rank), *reference(rank, ranks)]
+    if not rank.method.offloads_parameters:
+        held += [*four_bit(rank, ranks), product("parameters", 2, counts.frozen + trainable, "parameters", ranks)]
     if not offload:
         held += [
-            *four_bit(rank, ranks),
-            product("parameters", 2, counts.frozen + trainable, "parameters", ranks),
             *rank.states(STATES_FP32, ranks, master=MASTER, momentum=2),
             product("gradients", 2, trainable, "trainable", ranks),
         ]
-    gathers = ranks > 1 or offload
+    gathers = ranks > 1 or rank.method.offloads_parameters
     live = [_live(rank)] if gathers else []
     few = [product("gathered parameters", 2, counts.embedding, "of the embeddings")] if gathers else []
     # what is larger than a bucket is alone in it, and not copied
@@ -354,7 +354,8 @@ def _host(rank: Rank) -> Iterator[Term]:
         yield Term("rounding", times * beyond, f"{times} x pinned tensors, each to a power of two")
         return
     if rank.method.zero == 3:
-        yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
+        if rank.method.offloads_parameters:
+            yield _pinned("parameters", 2, -(-(counts.frozen + trainable) // ranks), ranks)
         yield _pinned("gradients", 2, own, ranks)
         yield product("fp32 gradients", 4, trainable, "trainable, pinned by sub-group")
         yield product("master weights", MASTER, trainable, "trainable")

@@ -26,6 +26,9 @@ class MuonAndAdamW:
     def state(self) -> dict[Any, Any]:
         return {parameter: state for one in self.both for parameter, state in one.state.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {type(one).__name__: one.state_dict() for one in self.both}
+
     def step(self) -> None:
         for one in self.both:
             one.step()

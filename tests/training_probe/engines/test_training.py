@@ -29,7 +29,7 @@ pytestmark = tiny.needs_engines
 COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # its pool of processes does not survive a fork
 AGREE = 2e-3  # between engines and stages
 SAME = 1e-3  # between ways to compute one and the same layer
-SHARDED = [("deepspeed", method) for method in ("Z1", "Z2", "Z3", "Z2+O", "Z3+O")] + [
+SHARDED = [("deepspeed", method) for method in ("Z1", "Z2", "Z3", "Z2+O", "Z3+O", "Z3+OO")] + [
     ("fsdp2", method) for method in ("Z2", "Z3", "Z2+O")
 ]
 BOTH = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,21 @@ def test_what_goes_to_the_host_is_what_layers_keep(alone: Any, engine: str, meth
     rotations = 0 if asked.recomputes else tiny.SPEC.layers * 2 * 2 * asked.seq_len * 32
     beside = tokens * tiny.SPEC.hidden * 6 + rotations
     assert kept <= training.model.offload.bytes_kept <= kept + beside + 0.02 * kept
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [("ddp", {"optim": "muon"}), ("ddp", {"adamw_8bit": True}), ("fsdp2", {"optim": "muon"}),
+     ("fsdp2", {"states": "bf16-kahan"}), ("fsdp2", {"states": "bf16-stochastic"})],
+)  # fmt: skip
+def test_every_optimizer_can_be_saved_and_loaded(alone: Any, tmp_path: Path, engine: str, how: dict[str, Any]) -> None:
+    training = Training(alone, engine, "Naive" if engine == "ddp" else "Z3", **how)
+    training.step()
+    training.stepper.save(tmp_path)
+    then = {name: digest(whole(weight)) for name, weight in training.model.named_parameters()}
+    training.step()
+    training.stepper.load(tmp_path)
+    assert {name: digest(whole(weight)) for name, weight in training.model.named_parameters()} == then
 
 
 def whole(parameter: Any) -> Any:

@@ -174,6 +174,17 @@ def test_muon_has_one_moment_of_the_matrices_of_layers(
     assert next(each.bytes for each in last.terms if each.name == "Muon's squares") == 4 * 4096**2
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_the_optimizer_alone_is_offloaded_beside_parameters_on_the_gpu(gpus: int) -> None:
+    both, alone, none = (of(method, gpus=gpus) for method in ("Z3+O", "Z3+OO", "Z3"))
+    assert both.peak_bytes < alone.peak_bytes < none.peak_bytes
+    held = {each.name: each.bytes for each in alone.moments[0].terms}
+    assert held["parameters"] == 2 * -(-N // gpus) and "optimizer states" not in held and "gradients" not in held
+    assert ("gathered parameters" in held) == (gpus > 1)  # one rank has them all
+    kept = {each.name for each in both.host} - {each.name for each in alone.host}
+    assert kept == {"parameters"}
+
+
 @pytest.mark.parametrize("method", ["F", "F+R"])
 def test_activations_that_are_offloaded_are_the_hosts(method: str) -> None:
     here, away = (of(method, engine="ddp", seq_len=2048, offload_activations=there) for there in (False, True))
