@@ -686,8 +686,10 @@ def _of_engine(cell: Cell, method: Method) -> Iterator[str]:
             yield "fsdp2 offloads weights and optimizer together; use O, or --engine deepspeed"
         if method.zero < 2:
             yield "fsdp2 always shards: use Z2 (parameters kept after the forward pass) or Z3"
-        if method.four_bit:
-            yield "4-bit weights are not built for fsdp2 here; use deepspeed or ddp"
+        if method.quantized:
+            yield "4-bit weights without LoRA are not built for fsdp2 here; use QL, or deepspeed or ddp"
+        if method.four_bit and (method.offload or cell.compile or cell.dora):
+            yield "4-bit weights of fsdp2 go without O, --compile and --dora here"
 
 
 def _of_offload(cell: Cell, method: Method) -> Iterator[str]:

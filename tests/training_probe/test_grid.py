@@ -194,7 +194,9 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("Z1", {"engine": "ddp"}, "ddp shards nothing"),
         ("Naive", {"engine": "fsdp2"}, "always shards"),
         ("Z1", {"engine": "fsdp2"}, "always shards"),
-        ("Q+Z3", {"engine": "fsdp2"}, "not built for fsdp2"),
+        ("Q+Z3", {"engine": "fsdp2"}, "not built for fsdp2 here; use QL"),
+        ("QL+Z3+O", {"engine": "fsdp2", "task": "finetune"}, "without O"),
+        ("QL+Z3", {"engine": "fsdp2", "task": "finetune", "compile": True}, "without O, --compile"),
         ("L", {"task": "pretrain"}, "--task finetune"),
         ("PT+Z2", {"task": "pretrain"}, "--task finetune"),
         ("Naive", {"seq_len": 4097}, "llama-2-7b ends at 4096 positions"),
@@ -254,6 +256,7 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
         ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
         ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
         ("F+Z3", {"engine": "fsdp2", "gpus": 8, "cp": 2, "tp": 2, "seq_len": 4096}),
+        ("QL+Z3", {"engine": "fsdp2", "task": "finetune", "gpus": 2, "dp_replicate": 2}),
         ("L+F+R+Z3+O", {"task": "finetune", "engine": "fsdp2", "gpus": 4, "cp": 4, "seq_len": 4096, "dp_replicate": 2}),
     ],
 )  # fmt: skip

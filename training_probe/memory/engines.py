@@ -258,7 +258,10 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = _fsdp2_bytes(rank)  # bytes of a trained weight, its gradient and each moment
     kahan = rank.cell.states == "bf16-kahan"
-    held = [*libraries(rank), *reference(rank, ranks)]
+    # packed, four weights are as large as one of bf16
+    whole = counts.total - counts.four_bit * 3 // 4
+    layer = counts.layer - counts.four_bit // rank.spec.layers * 3 // 4
+    held = [*libraries(rank), *four_bit(rank, ranks), *reference(rank, ranks)]
     gradients = []
     if not offload:
         held += [
@@ -269,12 +272,12 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
         ]
         gradients = [product("gradients", width, trainable, "trainable", ranks)]
     if rank.method.zero == 3:  # a layer in use and the next one
-        gathered = product("gathered parameters", 2, root + 2 * counts.layer, "of the root and 2 layers")
-        fewer = product("gathered parameters", 2, root + counts.layer, "of the root and the next layer")
+        gathered = product("gathered parameters", 2, root + 2 * layer, "of the root and 2 layers")
+        fewer = product("gathered parameters", 2, root + layer, "of the root and the next layer")
     else:
-        gathered = product("gathered parameters", 2, counts.total, "parameters, kept for the backward pass")
-        fewer = product("gathered parameters", 2, counts.total - counts.layer, "parameters, without the layer done")
-    last = product("gathered parameters", 2, root + counts.layer, "of the root and a layer")
+        gathered = product("gathered parameters", 2, whole, "parameters, kept for the backward pass")
+        fewer = product("gathered parameters", 2, whole - layer, "parameters, without the layer done")
+    last = product("gathered parameters", 2, root + layer, "of the root and a layer")
     before = gradients if rank.accumulates else []
     root_trains = 0 if rank.method.adapter else root
     own = product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")

@@ -27,6 +27,7 @@ from training_probe.memory.layers import (
 LIBRARIES_BYTES = 96 << 20
 # NF4: half a byte, and of 64 weights a scale: 4 bytes, or with double quantization one, and 4 for 256 such scales.
 NF4_BYTES, NF4_DOUBLE_BYTES = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+PACKED_BYTES = 0.5  # what FSDP2 divides of them
 # Moments of 8-bit AdamW, bitsandbytes' and torchao's: a byte each, and 4 for 256 of them. Tensors of less than 4096
 # elements, which keep 32 bits, are norms and biases.
 SCALES_8BIT = 2 * 4 / 256  # which are not paged
@@ -237,7 +238,10 @@ def reference(rank: Rank, ranks: int = 1) -> list[Term]:
 def four_bit(rank: Rank, ranks: int) -> list[Term]:
     four_bit = rank.counts.four_bit
     each = NF4_DOUBLE_BYTES if rank.cell.double_quant else NF4_BYTES
-    return [product("4-bit weights", each, four_bit, "weights, NF4", ranks)] if four_bit else []
+    if not four_bit or rank.cell.engine != "fsdp2":
+        return [product("4-bit weights", each, four_bit, "weights, NF4", ranks)] if four_bit else []
+    scales = product("scales of 4-bit weights", each - PACKED_BYTES, four_bit, "weights, on every rank")
+    return [product("4-bit weights", PACKED_BYTES, four_bit, "weights, packed NF4", ranks), scales]
 
 
 def libraries(rank: Rank) -> list[Term]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from training_probe import own_deepspeed, trials
 from training_probe.protocol import CLIP_NORM, Trial, Unsupported
 from training_probe.worker import model as models
-from training_probe.worker import optimizers, preference, ring, sharding
+from training_probe.worker import optimizers, packed, preference, ring, sharding
 from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
@@ -242,7 +242,10 @@ class Fsdp2(_Torch):
         mesh = sharding.mesh_of(cell, device)
         self._part = ring.Part(cell, device) if cell.cp > 1 else None
         with torch.device("meta"):
-            model = models.adapt(models.build(trial), trial)
+            built = models.build(trial)
+            model = models.adapt(packed.put_in(built, cell) if cell.letters.four_bit else built, trial)
+        if cell.letters.four_bit:
+            packed.made_plain(model)
         if cell.letters.adapter is None and cell.states == "fp32":
             model.to(torch.float32)  # what is trained has fp32 masters; a frozen model with its adapters stays bf16
         policy: dict[str, Any] = {
@@ -260,7 +263,7 @@ class Fsdp2(_Torch):
         for layer in models.decoder(model).layers:
             fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
         fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds
-        _fill_shards(model, trial.seed, device, home)
+        _fill_shards(model, trial, device, home)
         super().__init__(trial, model, self._frozen(trial, policy, device) if cell.own_reference else None)
 
     def _frozen(self, trial: Trial, policy: dict[str, Any], device: torch.device) -> nn.Module:
@@ -271,7 +274,7 @@ class Fsdp2(_Torch):
             model = models.build(trial).requires_grad_(False).eval()
         for part in (*models.decoder(model).layers, model):
             fully_shard(part, **policy, reshard_after_forward=True)
-        _fill_shards(model, trial.seed, device, device)
+        _fill_shards(model, trial, device, device)
         return model
 
     def forward(self, inputs: Inputs, last: bool) -> Tensor:
@@ -295,15 +298,19 @@ def _compile_layers(model: nn.Module, trial: Trial) -> None:
             layer.compile()
 
 
-def _fill_shards(model: nn.Module, seed: int, device: torch.device, home: torch.device) -> None:
+def _fill_shards(model: nn.Module, trial: Trial, device: torch.device, home: torch.device) -> None:
     """The weights that any other engine has, of which each rank keeps its part, in the memory of `home`."""
     from torch.distributed.tensor import DTensor
 
     model.to_empty(device=home)
     models.restore_buffers(model, device)
+    seed = trial.seed
     with torch.no_grad():
+        done = packed.fill(model, trial.cell, seed, device) if trial.cell.letters.four_bit else ()
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
+            if name in done:
+                continue
             if models.MAGNITUDE in name:  # the norms of the rows of its weight
                 of = name.replace(models.MAGNITUDE, ".base_layer.")
                 whole = models.draw(of, model.get_parameter(of).shape, seed, device).norm(dim=1)

@@ -36,6 +36,7 @@ DIVIDED = [
     tiny.cell("fsdp2", "Z3", 4, dp_replicate=2), tiny.cell("fsdp2", "Z3", 4, tp=2),
     tiny.cell("fsdp2", "Z3", 4, tp=2, dp_replicate=2),
     *(tiny.cell("fsdp2", method, 2, cp=2) for method in ("F+Z3", "F+Z2", "F+R+Z3", "F+RS+Z3", "F+Z3+O", "L+F+Z3")),
+    tiny.cell("fsdp2", "QL+F+Z3", 2, cp=2),
     tiny.cell("fsdp2", "F+Z3", 2, cp=2, grad_accum=3), tiny.cell("fsdp2", "F+Z3", 2, cp=2, checkpoint="2"),
     tiny.cell("fsdp2", "F+Z3", 2, cp=2, loss="chunked"), tiny.cell("fsdp2", "F+Z3", 2, cp=2, fp8=True),
     tiny.cell("fsdp2", "F+Z3", 4, cp=4), tiny.cell("fsdp2", "F+Z3", 4, cp=2), tiny.cell("fsdp2", "F+Z3", 4, cp=2, tp=2),

@@ -37,7 +37,7 @@ BOTH = [
         ("deepspeed", method)
         for method in ("Naive", "L", "L+Z3", "QL", "QL+Z2", "QL+Z3", "PT", "PT+Z3", "R", "RS", "F", "F+R", "Q", "Q+Z2")
     ),
-    ("fsdp2", "L+Z3"),
+    ("fsdp2", "L+Z3"), ("fsdp2", "QL+Z3"), ("fsdp2", "QL+R+Z2"),
     ("ddp", "Naive"), ("ddp", "L"), ("ddp", "PT"), ("ddp", "Q"), ("ddp", "QL"),
     ("megatron", "Naive"), ("megatron", "R"), ("megatron", "RS"), ("megatron", "F"),
 ]  # fmt: skip
@@ -47,7 +47,7 @@ ACCUMULATING = [("deepspeed", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3")
 SMALL_LORA = {"lora_rank": 8, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj", "o_proj")}
 EIGHT_BIT, CHUNKED, LIGER = {"adamw_8bit": True}, {"loss": "chunked"}, {"loss": "liger"}
 LORAS = [("ddp", "L"), ("deepspeed", "L+Z3"), ("fsdp2", "L+Z3")]
-SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3")]
+SINGLE_QUANT = [("ddp", "QL"), ("deepspeed", "QL+Z3"), ("fsdp2", "QL+Z3")]
 HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("fsdp2", "L+Z3")]
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
 AWAY, GONE_AWAY = {"offload_activations": True}, [
@@ -243,6 +243,13 @@ def test_adapters_over_a_sharded_model_learn_the_same(trained: Trained, engine: 
     """In one process: rank 0 shows its own sequences only."""
     expected = trained.losses(tiny.cell("deepspeed", "L", 1))
     assert trained.losses(tiny.cell(engine, method, 1)) == pytest.approx(expected, abs=5 * AGREE)  # bf16 masters in L
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("method", ["QL+Z3", "QL+R+Z2"])
+def test_4_bit_weights_that_are_divided_are_those_of_one_gpu(trained: Trained, method: str, gpus: int) -> None:
+    expected = trained.losses(tiny.cell("ddp", "QL", gpus))
+    assert trained.losses(tiny.cell("fsdp2", method, gpus)) == pytest.approx(expected, abs=AGREE)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

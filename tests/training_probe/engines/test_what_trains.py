@@ -12,7 +12,7 @@ from tests.training_probe.engines import tiny
 from training_probe.flops import flops_per_token, matrix_parameters
 from training_probe.grid import LORA_RANK, PROMPT_TOKENS
 from training_probe.memory.layers import layer_bytes
-from training_probe.memory.rank import NF4_BYTES, NF4_DOUBLE_BYTES, STATES_8BIT
+from training_probe.memory.rank import NF4_BYTES, NF4_DOUBLE_BYTES, PACKED_BYTES, STATES_8BIT
 from training_probe.protocol import MUON_TIMES, WEIGHT_DECAY, learning_rate
 
 pytestmark = tiny.needs_engines
@@ -104,6 +104,22 @@ def test_4_bit_weights_hold_as_many_bytes_as_predicted(alone: Any, double: bool)
     each = NF4_DOUBLE_BYTES if double else NF4_BYTES
     assert state.nested == double
     assert layer.weight.nbytes + scales == pytest.approx(each * weights, abs=8)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_fsdp2_divides_what_is_packed_and_keeps_all_scales(alone: Any, double: bool) -> None:
+    training = Training(alone, "fsdp2", "QL+Z3", double_quant=double)
+    layer = training.model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.base_layer")
+    state, weights = layer.quant_state, 128 * 344
+    scales = state.absmax.nbytes + (state.state2.absmax.nbytes if double else 0)
+    assert layer.weight.to_local().nbytes == PACKED_BYTES * weights
+    assert scales == pytest.approx(((NF4_DOUBLE_BYTES if double else NF4_BYTES) - PACKED_BYTES) * weights, abs=8)
+    adapters = {name for name, _ in training.model.named_parameters() if ".lora_" in name}
+    before = {name: digest(each.full_tensor()) for name, each in training.model.named_parameters()}
+    training.step()
+    training.step()
+    now = {name: digest(each.full_tensor()) for name, each in training.model.named_parameters()}
+    assert {name for name in now if now[name] != before[name]} == adapters
 
 
 @pytest.mark.parametrize(("engine", "method"), [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3")])

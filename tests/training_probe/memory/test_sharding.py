@@ -10,7 +10,7 @@ from backends.decoder import ModelSpec
 from training_probe.flops import Flops, flops_per_token, kept_products, utilization
 from training_probe.grid import Cell, cell
 from training_probe.llama_shape import known
-from training_probe.memory import Prediction, predict
+from training_probe.memory import Prediction, fits, predict
 from training_probe.memory.layers import layer_bytes, uncounted
 from training_probe.memory.rank import LIBRARIES_BYTES, Moment
 
@@ -102,6 +102,21 @@ def test_a_rank_of_a_ring_has_its_part_of_each_sequence() -> None:
     assert term(one, "loss", "logits and loss") == 4 * term(four, "loss", "logits and loss")
     (layer,) = layer_bytes(asked("F+Z3", gpus=4, cp=4), spec(), 1)
     assert layer.kept == S / 4 * (26 * H + 8 * F + 4 * 32 + 8)  # what the ring puts together is copied: 2 H more
+
+
+def test_packed_weights_are_divided_and_their_scales_are_not() -> None:
+    """QLoRA of 70B on two cards of 24 GB: packed weights fit, and what is gathered is a quarter of bf16's."""
+    large, linears = spec("70b"), 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    more = {"model": "70b", "task": "finetune", "gpus": 2, "seq_len": 512, "lora_rank": 8}
+    two = predict(asked("QL+F+R+Z3", **more), large)
+    assert term(two, "loss", "4-bit weights") == linears / 2 / 2
+    assert term(two, "loss", "scales of 4-bit weights") == linears / 64 + linears * 4 / (64 * 256)
+    plain = predict(asked("L+F+R+Z3", **more), large)
+    table = 32000 * 8192
+    gathered = [term(each, "loss", "gathered parameters") - 4 * table for each in (plain, two)]
+    assert gathered[0] - gathered[1] == 2 * 2 * linears / 80 * 3 / 4
+    assert fits(two, 24 << 30).ok and not fits(plain, 64 << 30).ok
+    assert not fits(predict(asked("QL+F+R+Z3", **more, engine="ddp"), large), 24 << 30).ok
 
 
 def test_offload_of_hsdp_holds_each_replica() -> None:
