@@ -218,7 +218,7 @@ def _chosen(grid: Grid, elsewhere: bool = False) -> tuple[list[Cell], dict[str, 
     from backends import gpus
     from training_probe import paper
     from training_probe.grid import GridError
-    from training_probe.options import check_large, check_possible, known_models, visible_gpus
+    from training_probe.options import check_large, check_possible, known_models, text_alone, visible_gpus
 
     gpu_ids: tuple[int, ...] = ()
     if grid.device != "cpu":
@@ -234,8 +234,8 @@ def _chosen(grid: Grid, elsewhere: bool = False) -> tuple[list[Cell], dict[str, 
         except GridError:
             cells = grid.cells("cuda", there)
     check_possible(cells, known)
-    for clause in grid.idle(device, count):
-        say(f"{clause}.")
+    for sentence in [*(f"{clause}." for clause in grid.idle(device, count)), *text_alone(cells)]:
+        say(sentence)
     return cells, known, gpu_ids
 
 
@@ -340,7 +340,7 @@ def _hypothetical(
     from training_probe import paper
     from training_probe.grid import GridError
     from training_probe.memory.text import Capacity
-    from training_probe.options import check_above_0, described_models, visible_gpus
+    from training_probe.options import check_above_0, described_models, text_alone, visible_gpus
     from training_probe.results import GIB
 
     check_above_0("--gpu-memory-gb", gpu_memory_gb)
@@ -354,8 +354,8 @@ def _hypothetical(
     cells = grid.cells("cuda", count)
     if own := next((cell.engine for cell in cells if cell.own), None):
         raise GridError(f"what {own} keeps in memory is not known; name one of the engines that are built in.")
-    for clause in grid.idle("cuda", count):
-        say(f"{clause}.")
+    for sentence in [*(f"{clause}." for clause in grid.idle("cuda", count)), *text_alone(cells)]:
+        say(sentence)
     here = [gpu.memory_bytes for gpu in inventory.gpus if gpu.index in visible and gpu.memory_bytes]
     gpu_bytes = min(here, default=None) if gpu_memory_gb is None else int(gpu_memory_gb * GIB)
     node_bytes = None if node_memory_gb is None else int(node_memory_gb * GIB)

@@ -49,6 +49,7 @@ PAPER_MAX_MICRO_BATCH = 64
 LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
 MOST_8BIT = 2**31 - 1  # elements of a tensor whose 8-bit moments bitsandbytes updates (its issue 1785)
 CAPPED_LOGITS = ("gemma2",)  # model types that do more to their logits than the head does
+THREE_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")  # a token, for images
 
 LETTERS = {
     "Z1": "ZeRO 1: optimizer states sharded",
@@ -766,6 +767,8 @@ def _of_packing(cell: Cell, spec: ModelSpec) -> Iterator[str]:
     """Layers that would let a sequence see the one before it in its row."""
     if not cell.packing:
         return
+    if spec.model_type.removesuffix("_text") in THREE_POSITIONS and not cell.letters.flash:
+        yield f"transformers makes no mask of packed rows for {spec.name}; use F, or leave --packing out"
     for kind in spec.kinds:
         attention = kind.attention
         if not isinstance(attention, Attention | LatentAttention):

@@ -26,6 +26,7 @@ from training_probe.options import (
     check_possible,
     known_models,
     needed,
+    text_alone,
 )
 from training_probe.sweep import run as sweeps
 from training_probe.sweep import slurm
@@ -107,6 +108,8 @@ def _settings(
     settings = measuring.settings(_laptop(grid).preset, known, (), argv, where)
     for clause in own_deepspeed.check(cells, settings.deepspeed):
         say(f"{clause}.")
+    for sentence in text_alone(cells):
+        say(sentence)
     return settings
 
 

@@ -545,6 +545,19 @@ def described_models(cells: Sequence[Cell]) -> dict[str, Described]:
     return {name: _described(name) for name in dict.fromkeys(cell.model for cell in cells)}
 
 
+def text_alone(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each model that takes more than text: what of it is neither built nor counted."""
+    named = [
+        _named(name) for name in dict.fromkeys(cell.model for cell in cells if not cell.own and cell.model != TINY.name)
+    ]
+    return [
+        f"{printable(each.name, 100)} is taken as its decoder of text: what encodes images or sound is neither built "
+        "nor counted, and their tokens are part of --seq-len."
+        for each in named
+        if any(isinstance(each.config.get(field), dict) for field in ("vision_config", "audio_config"))
+    ]
+
+
 def _model(name: str) -> Model:
     from backends import catalog
 

@@ -403,3 +403,26 @@ def test_a_laptop_that_emulates_bf16_takes_fewer_steps(
     assert (
         measuring.settings("paper-table3", {}, (), ()).steps == measuring.settings("laptop", {}, (0,), ()).steps == 100
     )
+
+
+def test_of_a_model_that_sees_the_text_is_taken_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = {
+        "model_type": "qwen3_vl_text", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936,
+        "max_position_embeddings": 262_144, "tie_word_embeddings": True,
+    }  # fmt: skip
+    described = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 24}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text(json.dumps({**text, "model_type": "qwen3"}))
+    told = []
+    for directory in (tmp_path, tmp_path / "text"):
+        assert cli.invoke(["memory", "--json", "--model", str(directory), "--engine", "ddp", "--method", "F"]) == 0
+        out, err = capsys.readouterr()
+        told.append((json.loads(out)["cells"][0]["allocated_bytes"], "is taken as its decoder of text" in err))
+    assert told[0] == (told[1][0], True) and told[1][1] is False
+    packed = ["--lengths", "100", "--packing", "--engine", "ddp"]
+    assert cli.invoke(["memory", "--model", str(tmp_path), "--method", "Naive", *packed]) == 0
+    assert "use F, or leave --packing out" in " ".join(capsys.readouterr().out.split())

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from training_probe.grid import EXPERTS_ADAPTED, LORA_TARGETS, OF_EXPERTS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
@@ -42,8 +50,9 @@ def construct(trial: Trial) -> nn.Module:
     """The model on whatever device torch puts new tensors now, in bf16."""
     cell = trial.cell
     config = _config(trial)
-    config.use_cache, config.pad_token_id = False, None  # ids are random, none of them is padding
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
+    text = config.get_text_config()
+    text.use_cache, text.pad_token_id = False, None  # ids are random, none of them is padding
+    model = of_text(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
     model.train()
     if cell.loss != "plain":
         loss.join_head(model, cell)
@@ -60,6 +69,21 @@ def construct(trial: Trial) -> nn.Module:
     return model
 
 
+def of_text(config: Any, **settings: Any) -> Any:
+    """The decoder of text that a configuration describes, with its head; some have one within the whole model alone."""
+    text = config.get_text_config()
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(text, **settings)
+    for field in ("depth", "num_hidden_layers"):  # of what is built to be thrown away, as little as can be
+        if hasattr(config.vision_config, field):
+            setattr(config.vision_config, field, 1)
+    whole = AutoModelForImageTextToText.from_config(config, **settings)
+    for name, _ in [*whole.model.named_children()]:
+        if name != "language_model":
+            setattr(whole.model, name, None)
+    return whole
+
+
 def vocab_size(trial: Trial) -> int:
     """How many token ids there are."""
     if trial.spec is not None:
@@ -69,9 +93,10 @@ def vocab_size(trial: Trial) -> int:
 
 def _config(trial: Trial) -> Any:
     if trial.config is not None:
-        config = AutoConfig.for_model(**trial.config).get_text_config()
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # what is trained is bf16, however the weights were published
+        config = AutoConfig.for_model(**trial.config)
+        for each in (config, config.get_text_config()):
+            if hasattr(each, "quantization_config"):
+                del each.quantization_config  # what is trained is bf16, however the weights were published
         return config
     spec = trial.spec
     assert spec is not None
@@ -145,7 +170,8 @@ def draw(name: str, shape: torch.Size, seed: int, device: torch.device | str) ->
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    own = re.sub(r"(\.base_layer)+\.", ".", re.sub(r"^(base_model\.|model\.)+", "", name))  # nested around experts
+    bare = re.sub(r"^(base_model\.|model\.|language_model\.)+", "", name)
+    own = re.sub(r"(\.base_layer)+\.", ".", bare)  # nested around experts
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(own.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
 

@@ -38,6 +38,7 @@ GEMMA3 = {
     **SIZES, "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 32, "rope_theta": 10_000.0, "rope_local_base_freq": 100.0,
 }  # fmt: skip
+SEES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "qwen3-moe": {**SIZES, "model_type": "qwen3_moe", "head_dim": 32, "mlp_only_layers": [0], **EXPERTS},
@@ -52,6 +53,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gemma3", "text_config": GEMMA3,
         "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
     },
+    "qwen-2.5-vl": {
+        **SIZES, "model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": SEES,
+    },
+    "qwen-3-vl": {
+        "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "text_config": {
+            **SIZES, "model_type": "qwen3_vl_text", "head_dim": 32,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+        "vision_config": SEES,
+    },
     "phi-3": {**SIZES, "model_type": "phi3", "pad_token_id": 0},
     "glm-4": {**SIZES, "model_type": "glm4", "head_dim": 32, "pad_token_id": 0},
     "gpt-oss": {
@@ -59,6 +72,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8, "quantization_config": {"quant_method": "mxfp4"},
     },
     "deepseek-v3": {**SIZES, **LATENT, **ROUTED, "model_type": "deepseek_v3"},
+}  # fmt: skip
+
+# Of text alone these are the families that their decoders come from.
+OF_TEXT: dict[str, dict[str, Any]] = {
+    "qwen-2.5-vl": {**SIZES, "model_type": "qwen2", "rope_theta": 1_000_000.0},
+    "qwen-3-vl": {**SIZES, "model_type": "qwen3", "head_dim": 32, "rope_theta": 500_000.0, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -97,7 +116,7 @@ def reference(torch: Any, name: str, *, masters: bool) -> list[float]:
 
     from training_probe.worker import batches, model
 
-    config = transformers.AutoConfig.for_model(**config_of(name)).get_text_config()
+    config = transformers.AutoConfig.for_model(**OF_TEXT.get(name, config_of(name))).get_text_config()
     config.pad_token_id = None
     config.__dict__.pop("quantization_config", None)
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
@@ -150,7 +169,7 @@ def test_adapters_of_a_mixture_learn_the_same_in_every_engine(alone: Any, target
 
 
 @pytest.mark.parametrize("method", ["L", "Q", "QL", "PT"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma-3", "phi-3", "glm-4"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma-3", "phi-3", "glm-4", "qwen-2.5-vl"])
 def test_what_trains_of_it_is_what_is_counted(alone: Any, name: str, method: str) -> None:
     from training_probe.worker import engines
 

@@ -125,3 +125,25 @@ def test_the_loss_of_the_paper_by_hand(alone: Any) -> None:
 
     found = preference.loss(lambda input_ids: Out(leaning), lambda input_ids: Out(even), ids)
     assert float(found) == pytest.approx(log(1 + 4**-0.1))
+
+
+def test_the_loss_of_trl(alone: Any) -> None:
+    """What DPOTrainer of TRL 1.16.0 gave for these models and tokens (beta 0.1, a prompt of one token)."""
+    import transformers
+
+    from training_probe.worker import preference
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    policy, frozen = (transformers.LlamaForCausalLM(config).float() for _ in range(2))
+    for model, shift in ((policy, 0.8), (frozen, 0.0)):
+        for number, parameter in enumerate(model.parameters()):
+            wave = alone.sin(alone.arange(parameter.numel(), dtype=alone.float64) * 0.7 + number + shift) / 10
+            parameter.data = alone.ones_like(parameter) if parameter.dim() == 1 else wave.float().view(parameter.shape)
+    ids = alone.tensor([
+        [3, 17, 21, 31, 47, 7, 35, 7, 63], [9, 34, 38, 48, 2, 24, 52, 24, 63],
+        [3, 51, 55, 3, 19, 41, 7, 41, 63], [9, 6, 10, 20, 36, 58, 24, 58, 63],
+    ])  # fmt: skip
+    assert float(preference.loss(policy, frozen, ids)) == pytest.approx(0.7011025547981262, abs=1e-5)

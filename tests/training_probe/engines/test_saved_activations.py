@@ -25,8 +25,11 @@ ON_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def build(each: Cell, config: Any) -> Any:
     """A bf16 model that trains what the cell's method trains; linear layers that are frozen stand for 4-bit ones."""
+    from training_probe.worker import layers
+    from training_probe.worker.model import of_text
+
     attention = "eager" if each.attention == "eager" else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    model = of_text(config, dtype=torch.bfloat16, attn_implementation=attention)
     if each.letters.adapter == "L":
         lora = peft.LoraConfig(
             r=each.lora_rank, lora_dropout=0.0, target_modules=list(each.adapts), task_type="CAUSAL_LM",
@@ -41,8 +44,6 @@ def build(each: Cell, config: Any) -> Any:
             parameter.requires_grad_("_proj" not in name)
     if each.letters.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    from training_probe.worker import layers
-
     body = next(module for module in model.modules() if hasattr(module, "rotary_emb"))
     if each.fp8:
         layers.to_fp8(body.layers, each)
@@ -255,6 +256,27 @@ def test_other_families_keep_what_is_predicted(method: str, attention: str, mode
     assert spec.kinds[0].mlp.experts == 1
     # Gemma's norms keep 1 + weight, GLM's layers their own cos and sin: nothing, where models are not small
     assert predicted == pytest.approx(kept, rel=0.002 if model_type in ("qwen3", "deepseek_v3") else 0.012)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("method", ["Naive", "L"])
+def test_text_of_models_that_see_keeps_what_is_predicted(method: str, attention: str, model_type: str) -> None:
+    section = {"mrope_section": [16, 16, 16] if model_type == "qwen3_vl" else [12, 10, 10], "rope_type": "default"}
+    text = fields(model_type, 2, rope_scaling=section)
+    if model_type == "qwen2_5_vl":
+        text["head_dim"] = HIDDEN // HEADS
+    sees = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": HIDDEN}
+    described = [
+        {"model_type": model_type, "vision_config": sees, "text_config": {**text, "num_hidden_layers": layers}}
+        for layers in (2, 4)
+    ]
+    each = asked(method, attention)
+    two, four = (kept_bytes(each, config_of(one)) for one in described)
+    fewer, most = (
+        sum(kind.count * kind.kept for kind in layer_bytes(each, from_config("small", one), BATCH)) for one in described
+    )
+    assert most - fewer == pytest.approx(four - two, rel=0.03)
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
