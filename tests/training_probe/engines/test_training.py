@@ -52,7 +52,7 @@ HALVES, IN_HALVES = {"adapter_dtype": "bf16"}, [("ddp", "L"), ("ddp", "QL"), ("f
 IN_EIGHT_BITS = [("ddp", "Naive"), ("deepspeed", "Z2"), ("deepspeed", "Z3"), ("fsdp2", "Z3")]
 AWAY, GONE_AWAY = {"offload_activations": True}, [
     ("ddp", "Naive"), ("ddp", "F+R"), ("ddp", "QL"), ("deepspeed", "Naive"), ("deepspeed", "Z2"), ("fsdp2", "Z2"),
-    ("fsdp2", "Z3"), ("fsdp2", "R+Z3"), ("fsdp2", "L+Z3"),
+    ("fsdp2", "Z3"), ("fsdp2", "R+Z3"), ("fsdp2", "L+Z3"), ("fsdp2", "QL+Z3"),
 ]  # fmt: skip
 DORA, BY_DORA = {"dora": True}, [
     ("ddp", "L"), ("ddp", "QL"), ("deepspeed", "L"), ("deepspeed", "L+Z2"), ("fsdp2", "L+Z3"),

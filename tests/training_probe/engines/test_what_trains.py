@@ -162,7 +162,16 @@ def test_muon_gives_matrices_of_layers_one_moment_and_an_orthogonal_update(
 
 
 @pytest.mark.parametrize(
-    ("engine", "method"), [("ddp", "Naive"), ("ddp", "R"), ("fsdp2", "Z3"), ("fsdp2", "R+Z3"), ("deepspeed", "Z2")]
+    ("engine", "method"),
+    [
+        ("ddp", "Naive"),
+        ("ddp", "R"),
+        ("fsdp2", "Z3"),
+        ("fsdp2", "R+Z3"),
+        ("deepspeed", "Z2"),
+        ("ddp", "QL"),
+        ("fsdp2", "QL+Z3"),
+    ],
 )
 def test_what_goes_to_the_host_is_what_layers_keep(alone: Any, engine: str, method: str) -> None:
     """No weights, each storage once; besides the last norm's input and, once a layer, a rotation's cos and sin."""
