@@ -19,7 +19,7 @@ AGREE = 2e-3  # of losses that fall by 0.1
 PLAIN = [("ddp", "Naive"), ("ddp", "F"), ("ddp", "R"), ("deepspeed", "Naive")]
 WITH_MASTERS = [("deepspeed", "Z2"), ("deepspeed", "Z3"), ("deepspeed", "Z2+O"), ("fsdp2", "F+Z3"), ("fsdp2", "Z2")]
 ADAPTED = [("ddp", "L"), ("ddp", "L+F+R"), ("deepspeed", "L"), ("fsdp2", "L+Z3"), ("fsdp2", "L+Z2"),
-           ("deepspeed", "L+Z3"), ("ddp", "QL"), ("deepspeed", "QL+Z2")]  # fmt: skip
+           ("deepspeed", "L+Z3"), ("ddp", "QL"), ("deepspeed", "QL+Z2"), ("fsdp2", "QL+Z3")]  # fmt: skip
 
 
 def trial(engine: str, method: str, **more: Any) -> Trial:
