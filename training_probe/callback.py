@@ -49,6 +49,7 @@ class ProbeCallback(TrainerCallback):
         self.directory, self._warmup, self._metrics_port = Path(directory), warmup_steps, metrics_port
         self._steps: list[Step] = []
         self._waits_s: list[float] = []  # for data, before each step
+        self._idle_since_s = 0.0
         self._shape = (1, 1)  # sequences and positions of a micro batch, at the most
         self._positions = 0  # of the timed steps
         self._tokens: Any = 0  # likewise; what a mask counts stays on the device
@@ -72,16 +73,10 @@ class ProbeCallback(TrainerCallback):
                 from loadgen.monitor.exporter import in_background
 
                 in_background(self.directory, self._metrics_port)
-        self._idle_since_s = time.perf_counter()
+        self._begin_timing()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._waits_s.append(time.perf_counter() - self._idle_since_s)
-        if len(self._steps) == self._warmup:
-            self._clock.synchronise()
-            self._watch.start()
-            self._energy.start()
-            self._positions, self._tokens, self._left_out_s = 0, 0, 0.0
-            self._timed_since_s = time.perf_counter()
         self._in_step, self._step_since_s = True, time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -92,6 +87,17 @@ class ProbeCallback(TrainerCallback):
         self._in_step, self._idle_since_s = False, now_s
         if self._rank == 0:
             self._show(step, state)
+        self._begin_timing()
+
+    def _begin_timing(self) -> None:
+        """Once the warm-up is over; the wait for the first timed step's data counts as that of the others."""
+        if len(self._steps) == self._warmup:
+            self._clock.synchronise()
+            self._watch.start()
+            self._energy.start()
+            self._positions, self._tokens, self._left_out_s = 0, 0, 0.0
+            self._timed_since_s = time.perf_counter()
+        self._idle_since_s = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._idle_since_s = time.perf_counter()

@@ -25,13 +25,19 @@ class Texts(Dataset[Any]):
         return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
+SHAPE = {
+    "vocab_size": 64, "max_position_embeddings": 64, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": STEPS, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED,
+    "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True,
+    "seed": 1,
+}  # fmt: skip
+
 if __name__ == "__main__":
     out, probed = sys.argv[1:]
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **shape))
-    arguments = TrainingArguments(
-        output_dir=out, max_steps=STEPS, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED,
-        learning_rate=1e-2, logging_steps=1, save_steps=4, use_cpu=True, report_to=[], disable_tqdm=True, seed=1,
-    )  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    arguments = TrainingArguments(output_dir=out, **ARGUMENTS)
     Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[ProbeCallback(probed)]).train()

@@ -18,17 +18,17 @@ from training_probe import cli, results
 
 pytestmark = [
     tiny.needs_engines,
-    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate (make test-train)"),
+    pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL and accelerate (make test-train)"),
 ]
-SCRIPT = "tests.training_probe.engines.own_trainer"
+SCRIPT, SFT = "tests.training_probe.engines.own_trainer", "tests.training_probe.engines.own_sft"
 STEPS, WARMUP, SEQUENCES, PADDED, LENGTH = 6, 2, 2 * 2, 32, 24  # of the script
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_script_is_measured(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("script", "ranks"), [(SCRIPT, 1), (SCRIPT, 2), (SFT, 1)])
+def test_a_script_is_measured(script: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probed, out = tmp_path / "probed", tmp_path / "out"
     torchrun = ("torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_ports(1)[0]}", "-m")
-    argv = (sys.executable, "-m", *(torchrun if ranks > 1 else ()), SCRIPT, str(out), str(probed))
+    argv = (sys.executable, "-m", *(torchrun if ranks > 1 else ()), script, str(out), str(probed))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"training_probe report {probed}" in done.stderr
