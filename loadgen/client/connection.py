@@ -136,7 +136,9 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
-        if status >= 200 and self.exchange is not None:
+        if status < 100:
+            self.give_up(f"not HTTP: status {status}")
+        elif status >= 200 and self.exchange is not None:
             self.in_headers = False
             self.payload = None
             wanted_headers = (b"location", b"retry-after") if status != 200 else ()

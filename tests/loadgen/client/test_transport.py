@@ -405,6 +405,12 @@ def test_fd_limit_is_raised_or_said() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fast", "stamped"])
+def test_a_status_that_is_none(kind: str) -> None:
+    (exchange,) = tell(kind, lambda _: [b"HTTP/1.0 013 OK\r\n\r\n", event(), event(finish="length"), DONE, CLOSE])
+    assert (exchange.outcome, exchange.error, len(exchange.times)) == ("protocol_error", "not HTTP: status 13", 0)
+
+
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
 @pytest.mark.parametrize("more", [b"", b"\x81\x05hello"])
 def test_another_protocol_than_was_asked_for(kind: str, more: bytes) -> None:
     """101 is the end of HTTP on its connection; the next request goes over another."""
