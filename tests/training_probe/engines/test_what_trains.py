@@ -90,6 +90,7 @@ def test_lora_sits_where_it_is_asked_to(alone: Any) -> None:
 
     unlike = alone.nn.Sequential()
     unlike.add_module("qkv_proj", alone.nn.Linear(4, 4))
+    unlike.config = training.model.config
     with pytest.raises(Unsupported, match=r"no linear layer q_proj that LoRA could adapt; it has \['qkv_proj'"):
         model.adapt(unlike, training.trial)
 
