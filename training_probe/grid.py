@@ -278,7 +278,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """Of a micro batch, or its rows: of dpo a chosen and a rejected one for each pair."""
+        """How many a micro batch has, or its rows: of dpo a chosen and a rejected one for each pair."""
         return (self.micro_batch or 1) * (2 if self.task == "dpo" else 1)
 
     @property

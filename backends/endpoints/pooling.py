@@ -27,7 +27,7 @@ class _Meta(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """Of one text: a vector, or a score by one of two names. meta_info: SGLang's."""
+    """What a server gives for one text: a vector, or a score by one of two names. meta_info: SGLang's."""
 
     index: Count | None = None
     embedding: msgspec.Raw = msgspec.Raw(b"")

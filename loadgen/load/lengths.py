@@ -246,7 +246,7 @@ def _between(law: Law, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _column(path: str, stream: Stream) -> tuple[int, ...]:
-    """Of each line what the stream takes of it: a sequence is a prompt and its reply, or one number. Raises
+    """What the stream takes of each line: a sequence is a prompt and its reply, or one number. Raises
     WorkloadError."""
     prompts, replies = _read(path, stream == "sequence")
     if stream == "sequence":

@@ -343,7 +343,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.arrival) if self.trace is None else f"trace:{self.trace.read().format}"
 
     def within(self, longest_tokens: int | None) -> Load:
-        """Of a load with a trace: without the requests that are longer, and with its number of requests, or sessions.
+        """A load with a trace loses the requests that are longer, and has its number of requests, or sessions.
         Raises WorkloadError."""
         assert self.trace is not None
         trace = msgspec.structs.replace(self.trace, longest_tokens=longest_tokens)

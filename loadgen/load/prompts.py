@@ -172,7 +172,7 @@ class Text:
         return Prompt(n_tokens=len(row), text=self._text(row), images=images)
 
     def _text(self, row: list[int]) -> str:
-        """Of the words of these numbers."""
+        """Joins the words of these numbers."""
         words = [WORDS[0], *(WORDS[index] for index in row[1:])]
         tokens = len(row) - self.offset
         if self._count is None:

@@ -74,7 +74,7 @@ class Turns:
         return not (self.whole or self._waits or self._bases)
 
     def whole_sessions(self, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of a choice among the turns (total,), those whose session is chosen as a whole."""
+        """Keeps of a choice among the turns (total,) those whose session is chosen as a whole."""
         import numpy as np
 
         whole = np.logical_and.reduceat(kept, self.first[:-1])

@@ -329,7 +329,7 @@ def percentile(values: Ascending, thousandths: int, method: PercentileMethod) ->
 
 
 def summary_of(values: NDArray[Any], rules: Convention) -> Summary:
-    """Of the values that are defined, as a convention has their percentiles."""
+    """Summarizes the values that are defined, as a convention has their percentiles."""
     return summary(defined(values), rules.percentile)
 
 

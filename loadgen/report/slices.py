@@ -243,7 +243,7 @@ def by_priority(measured: Table, rules: Convention) -> list[AskedStats]:
 
 
 def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[AskedStats]:
-    """Of each name that most requests asked for."""
+    """Summarizes the requests of each name that most of them asked for."""
     asked = np.array(names_asked)
     columns = {name: metrics.fair_column(measured, name, rules) for name in PHASE_METRICS}
     names, counts = np.unique(asked, return_counts=True)

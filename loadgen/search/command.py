@@ -81,7 +81,7 @@ def report_sweep(directory: Path, *, brief: bool = False) -> int:
 
 @offers(*(name for name in names(Config) if name not in NOT_SEARCHED))
 class ProbeOptions(Config):
-    """Of `run`, without the load's rate and number of requests, which a search decides on."""
+    """The options of `run`, without the load's rate and number of requests, which a search decides on."""
 
 
 def search(

@@ -225,7 +225,7 @@ class OpenAI:
         return replies
 
     def _chat_tokens(self, messages: Sequence[Message], texts: Sequence[str]) -> int:
-        """Of texts, and of the images of their messages. Raises Refusal for what is no image."""
+        """Counts the tokens of texts, and of the images of their messages. Raises Refusal for what is no image."""
         try:
             images = sum(wire.image_tokens(url) for message in messages for url in message.images())
         except ValueError as error:

@@ -191,7 +191,7 @@ def count_tokens(prompt: str | list[int]) -> int:
 
 
 def image_tokens(url: str) -> int:
-    """Of a PNG in a data: URL: a token for each patch of its pixels, the last of a row or column cut. Raises
+    """Counts a PNG in a data: URL: a token for each patch of its pixels, the last of a row or column cut. Raises
     ValueError."""
     encoded = url.removeprefix("data:image/png;base64,")
     try:

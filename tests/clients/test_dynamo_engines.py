@@ -38,7 +38,7 @@ Load = dict[str, Any]
 
 
 class Fate(NamedTuple):
-    """Of one request; drive_dynamo.py says what."""
+    """What one request did; drive_dynamo.py says what each number is."""
 
     sent_ms: float
     first_ms: float

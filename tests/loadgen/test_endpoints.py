@@ -31,7 +31,7 @@ COMMON = ("--no-calibrate", "--warmup", "2", "--no-server-metrics")
 
 
 def report(*words: str | Path) -> dict[str, Any]:
-    """Of a run, which a busy machine may make INVALID for its times."""
+    """The report of a run, which a busy machine may make INVALID for its times."""
     directory = Path(words[words.index("--out") + 1])
     assert cli.invoke(["run", *COMMON, *map(str, words)]) in (0, 4)
     told: dict[str, Any] = json.loads((directory / "report.json").read_bytes())

@@ -84,7 +84,7 @@ def test_letters_mean_the_same_however_they_are_written(case: tuple[Method, str]
 
 
 def test_exactly_what_does_not_contradict_itself_is_a_method() -> None:
-    """Of all 4095 sets of letters."""
+    """All 4095 sets of letters are tried."""
     good = 0
     for letters in chain.from_iterable(combinations(LETTERS, size) for size in range(1, len(LETTERS) + 1)):
         said = set(letters)

@@ -106,7 +106,7 @@ class Rank:
 
     @property
     def matrices(self) -> int:
-        """Of what trains, the elements that Muon updates."""
+        """How many elements of what trains Muon updates."""
         return self.counts.adapter - magnitudes(self.cell, self.spec) or matrix_parameters(self.spec) // (
             self.cell.tp * self.cell.pp
         )

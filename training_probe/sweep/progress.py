@@ -251,7 +251,7 @@ def _labels(of: Cell | CellResult, cell_name: str) -> dict[str, str]:
 
 
 def _throttled(results: Sequence[CellResult]) -> Iterator[MetricSample]:
-    """Of cells that are over, by what held their GPUs' clocks back."""
+    """How throttled cells that are over were, by what held their GPUs' clocks back."""
     for result in results:
         if (met := result.conditions) is not None:
             for reason, ratio in (("heat", met.thermal_ratio), ("power", met.power_ratio)):

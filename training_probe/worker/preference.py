@@ -55,7 +55,7 @@ def _switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def _log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """Of each sequence, the sum over its tokens but the first."""
+    """The sum over each sequence's tokens but the first."""
     following = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
     each = functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
     return -each.view_as(ids).sum(-1)

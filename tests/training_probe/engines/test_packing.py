@@ -32,26 +32,6 @@ def trial(engine: str, method: str, **more: Any) -> Trial:
     return Trial(cell=asked, config=dict(QWEN3), rows=asked.drawn.replicas)
 
 
-def losses(asked: Trial) -> list[float]:
-    import torch
-
-    from training_probe.worker import batches, engines, model
-
-    found, device = [], torch.device("cpu")
-    with model.attention_kernel(asked.cell):
-        stepper = engines.build(asked, device)
-        step = batches.batch(asked, 0, device, model.vocab_size(asked))
-        for _ in range(STEPS):
-            each = []
-            for number, inputs in enumerate(step, 1):
-                loss = stepper.forward(inputs, number == len(step))
-                stepper.backward(loss, number == len(step))
-                each.append(float(loss.detach()))
-            stepper.step()
-            found.append(sum(each) / len(each))
-    return found
-
-
 def reference(torch: Any, asked: Trial, *, masters: bool) -> list[float]:
     """One sequence after the other, with the mean over the predicted tokens of a micro batch. masters: fp32 weights
     beside the bf16 ones."""
@@ -97,24 +77,27 @@ def test_engines_reach_the_loss_of_one_sequence_after_another(alone: Any, packin
     plain, with_masters = (reference(alone, trial("ddp", "Naive", **sizes), masters=each) for each in (False, True))
     assert plain[0] - plain[-1] > 0.05
     for engine, method in PLAIN:
-        assert losses(trial(engine, method, **sizes)) == pytest.approx(plain, abs=AGREE), (engine, method)
+        assert tiny.losses(trial(engine, method, **sizes), STEPS) == pytest.approx(plain, abs=AGREE), (engine, method)
     for engine, method in WITH_MASTERS:
-        assert losses(trial(engine, method, **sizes)) == pytest.approx(with_masters, abs=AGREE), (engine, method)
+        assert tiny.losses(trial(engine, method, **sizes), STEPS) == pytest.approx(with_masters, abs=AGREE), (
+            engine,
+            method,
+        )
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("option", [{"loss": "chunked"}, {"checkpoint": "1"}, {"attention": "math"}])
 def test_other_losses_and_kernels_take_them_too(alone: Any, packing: bool, option: dict[str, str]) -> None:
-    plain = losses(trial("ddp", "Naive", packing=packing))
-    assert losses(trial("ddp", "Naive", packing=packing, **option)) == pytest.approx(plain, abs=AGREE)
+    plain = tiny.losses(trial("ddp", "Naive", packing=packing), STEPS)
+    assert tiny.losses(trial("ddp", "Naive", packing=packing, **option), STEPS) == pytest.approx(plain, abs=AGREE)
 
 
 @pytest.mark.parametrize("method", ["L", "QL"])
 def test_adapters_take_packed_rows(alone: Any, method: str) -> None:
-    found = [losses(trial("ddp", letters, packing=True)) for letters in (method, f"{method}+F")]
+    found = [tiny.losses(trial("ddp", letters, packing=True), STEPS) for letters in (method, f"{method}+F")]
     assert found[0] == pytest.approx(found[1], abs=AGREE) and found[0][0] - found[0][-1] > 0.02
 
 
 def test_prompt_tuning_takes_padded_ones(alone: Any) -> None:
-    found = losses(trial("ddp", "PT"))
+    found = tiny.losses(trial("ddp", "PT"), STEPS)
     assert found[-1] < found[0]

@@ -26,26 +26,6 @@ def trial(engine: str, method: str, **more: Any) -> Trial:
     return tiny.trial(tiny.cell(engine, method, task="dpo", seq_len=24, **more))
 
 
-def losses(asked: Trial) -> list[float]:
-    import torch
-
-    from training_probe.worker import batches, engines, model
-
-    found, device = [], torch.device("cpu")
-    with model.attention_kernel(asked.cell):
-        stepper = engines.build(asked, device)
-        step = batches.batch(asked, 0, device, tiny.SPEC.vocab_size)
-        for _ in range(STEPS):
-            each = []
-            for number, inputs in enumerate(step, 1):
-                loss = stepper.forward(inputs, number == len(step))
-                stepper.backward(loss, number == len(step))
-                each.append(float(loss.detach()))
-            stepper.step()
-            found.append(sum(each) / len(each))
-    return found
-
-
 def reference(torch: Any, asked: Trial, *, masters: bool) -> list[float]:
     """masters: fp32 weights beside the bf16 ones."""
     from training_probe.worker import batches, model
@@ -93,11 +73,11 @@ def test_engines_reach_the_loss_of_a_plain_loop(alone: Any, grad_accum: int) -> 
     )
     assert plain[0] == pytest.approx(log(2), abs=1e-6) and plain[0] - plain[-1] > 0.1
     for engine, method in PLAIN:
-        found = losses(trial(engine, method, grad_accum=grad_accum))
+        found = tiny.losses(trial(engine, method, grad_accum=grad_accum), STEPS)
         assert found[0] == pytest.approx(log(2), abs=1e-6), (engine, method)
         assert found == pytest.approx(plain, abs=AGREE), (engine, method)
     for engine, method in WITH_MASTERS:
-        found = losses(trial(engine, method, grad_accum=grad_accum))
+        found = tiny.losses(trial(engine, method, grad_accum=grad_accum), STEPS)
         assert found[0] == pytest.approx(log(2), abs=1e-6), (engine, method)
         assert found == pytest.approx(with_masters, abs=AGREE), (engine, method)
 
@@ -105,8 +85,8 @@ def test_engines_reach_the_loss_of_a_plain_loop(alone: Any, grad_accum: int) -> 
 @pytest.mark.parametrize(("engine", "method"), ADAPTED)
 def test_an_adapted_policy_without_its_adapters_is_its_reference(alone: Any, engine: str, method: str) -> None:
     """LoRA begins as nothing, so the first loss is the logarithm of 2; it falls only where the reference stays."""
-    found = losses(trial(engine, method))
-    expected = losses(trial("ddp", "QL" if "QL" in method else "L"))
+    found = tiny.losses(trial(engine, method), STEPS)
+    expected = tiny.losses(trial("ddp", "QL" if "QL" in method else "L"), STEPS)
     assert found[0] == pytest.approx(log(2), abs=1e-6)
     assert found[-1] < 0.6 and found == pytest.approx(expected, abs=0.02)
 

@@ -36,3 +36,24 @@ def cell(engine: str, method: str, gpus: int = 1, **more: Any) -> Cell:
 def trial(of: Cell, **more: Any) -> Trial:
     rows = () if of.drawn is None else of.drawn.replicas
     return Trial(cell=of, **{"spec": SPEC, "rows": rows, "warmup_steps": WARMUP_STEPS, "steps": STEPS, **more})
+
+
+def losses(of: Trial, steps: int) -> list[float]:
+    """The loss of each step of the trial's engine in this process, the mean over its micro batches."""
+    import torch
+
+    from training_probe.worker import batches, engines, model
+
+    means, device = [], torch.device("cpu")
+    with model.attention_kernel(of.cell):
+        stepper = engines.build(of, device)
+        step = batches.batch(of, 0, device, model.vocab_size(of))
+        for _ in range(steps):
+            each = []
+            for number, inputs in enumerate(step, 1):
+                loss = stepper.forward(inputs, number == len(step))
+                stepper.backward(loss, number == len(step))
+                each.append(float(loss.detach()))
+            stepper.step()
+            means.append(sum(each) / len(each))
+    return means

@@ -182,7 +182,7 @@ def test_what_was_not_counted_names_its_field() -> None:
 
 
 def test_lora_on_experts_keeps_all_weights_of_a_layer() -> None:
-    """Of Qwen3-30B-A3B: 128 experts of 2048 x 768, of which a token chooses 8; gate and up have twice the rank."""
+    """Qwen3-30B-A3B has 128 experts of 2048 x 768, of which a token chooses 8; gate and up have twice the rank."""
     model, experts, width, hidden, rank = spec("qwen3-30b-a3b"), 128, 768, 2048, 16
     common = {"model": model.name, "task": "finetune", "engine": "ddp", "adapter_dtype": "bf16", "lora_rank": rank}
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")

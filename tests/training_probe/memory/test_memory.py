@@ -212,7 +212,7 @@ def test_dora_has_a_magnitude_for_each_output() -> None:
      ("bf16-stochastic", {"adamw_8bit": True}, (2, 2 + 2 * 4 / 256, 2, 0))],
 )  # fmt: skip
 def test_bf16_states_of_fsdp2(states: Any, more: dict[str, Any], bytes_: tuple[float, ...]) -> None:
-    """Of weights, moments, gradients, and of what rounding took from the weights; on two ranks half of each."""
+    """They are weights, moments, gradients, and what rounding took from the weights; on two ranks half of each."""
     last = of("Z3", engine="fsdp2", gpus=2, states=states, **more).moments[-1]
     held = {each.name: each.bytes for each in last.terms}
     names = ("parameters", "optimizer states", "gradients", "remainders")
