@@ -18,6 +18,7 @@ from loadgen.report import metrics
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Convention
 from loadgen.report.schema import SessionStats, TurnStats
+from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.records import Table
 
@@ -186,16 +187,18 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
     return stats
 
 
-def find(measured: Table) -> Iterator[Finding]:
+def find(measured: Table, manifest: Manifest) -> Iterator[Finding]:
     """Whether the server kept what was said before: by its own counts a turn's prompt holds what the turn repeats.
-    Templates, and texts that are cut into tokens anew, may differ by a little."""
+    Templates, and texts that are cut into tokens anew, may differ by a little. A prompt of a trace is the trace's own:
+    it repeats its shared blocks and no reply."""
     earlier, later = _pairs(measured)
     sent = measured.ok[earlier] & measured.ok[later]
     earlier, later = earlier[sent], later[sent]
     counts = (measured.prompt_tokens[earlier], measured.output_tokens[earlier], measured.prompt_tokens[later])
     known = np.logical_and.reduce([count != -1 for count in counts]) if len(earlier) else sent[:0]
     before, reply, after = (count[known] for count in counts)
-    untold = not measured.shared_tokens.any() and not measured.afters  # as in records of older versions
+    # as in records of older versions
+    untold = manifest.config.get("trace") is None and not measured.shared_tokens.any() and not measured.afters
     history = before + reply if untold else measured.shared_tokens[later][known]
     dropped = after < history - HISTORY_SLACK_TOKENS - HISTORY_SLACK_RATIO * history
     if dropped.any():

@@ -78,7 +78,7 @@ def find(
         *_lengths(measured, numbers),
         *_counts(measured),
         *abandoned.find(numbers),
-        *sessions.find(measured),
+        *sessions.find(measured, manifest),
         *_repeated(measured, manifest),
         *sharing.find(measured, numbers, manifest),
         *_cold(measured),

@@ -293,6 +293,14 @@ def test_an_agent_that_begins_anew_repeats_nothing() -> None:
     assert found([main, again, sub], "HISTORY_DROPPED") is not None
 
 
+def test_a_turn_of_a_trace_has_the_prompt_that_the_trace_names() -> None:
+    records = session((400, 8), (100, 8))
+    assert found(records, "HISTORY_DROPPED", config={"trace": "trace.jsonl"}) is None
+    assert found(records, "HISTORY_DROPPED") is not None
+    records[1].shared_tokens = 300
+    assert found(records, "HISTORY_DROPPED", config={"trace": "trace.jsonl"}) is not None
+
+
 def test_a_history_that_nobody_counts() -> None:
     finding = found(session((10, 4), (None, 4), (38, 4)), "HISTORY_UNKNOWN")
     assert finding is not None and "2 of 2 later turns" in finding.message
