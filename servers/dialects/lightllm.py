@@ -21,19 +21,19 @@ _TYPES = {400: "BadRequestError", 401: "AuthenticationError", 417: "ExpectationF
 _MESSAGES = {429: "Server is busy, please try again later.", 503: "Server is busy, please try again later."}
 
 
-class Parameters(msgspec.Struct):
+class LightLLMParameters(msgspec.Struct):
     """The parameters that matter here; others are accepted and ignored."""
 
     max_new_tokens: int = 65535
 
 
-class Body(msgspec.Struct):
+class LightLLMBody(msgspec.Struct):
     inputs: str | list[wire.TokenId]
-    parameters: Parameters
+    parameters: LightLLMParameters
     stream: bool = False
 
 
-_decode_body = msgspec.json.Decoder(Body).decode
+_decode_body = msgspec.json.Decoder(LightLLMBody).decode
 
 
 class LightLLM:
@@ -113,7 +113,7 @@ class CountedToken(wire.Token, kw_only=True):
     prompt_tokens: int
 
 
-class StreamEvent(msgspec.Struct, kw_only=True):
+class LightLLMStreamEvent(msgspec.Struct, kw_only=True):
     token: CountedToken
     generated_text: None = None
     finished: bool
@@ -121,7 +121,7 @@ class StreamEvent(msgspec.Struct, kw_only=True):
     details: None = None
 
 
-class WholeReply(msgspec.Struct):
+class LightLLMWholeReply(msgspec.Struct):
     generated_text: list[str]
     count_output_tokens: int
     finish_reason: Finish
@@ -142,7 +142,7 @@ class LightLLMWire(Wire):
             count_output_tokens=count,
             prompt_tokens=self.prompt_tokens,
         )
-        event = StreamEvent(token=token, finished=finish is not None, finish_reason=finish)
+        event = LightLLMStreamEvent(token=token, finished=finish is not None, finish_reason=finish)
         return b"data:" + _ujson(event) + b"\n\n"
 
     def failure(self) -> bytes:
@@ -150,7 +150,7 @@ class LightLLMWire(Wire):
         return b"data: " + _ujson({"error": error}) + b"\n\n"
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        reply = WholeReply([wire.output_text(count)], count, finish, self.prompt_tokens)
+        reply = LightLLMWholeReply([wire.output_text(count)], count, finish, self.prompt_tokens)
         return Page(200, _ujson(reply), content_type=None)
 
 

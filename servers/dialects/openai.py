@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from backends.untrusted import UNDECODABLE
 from servers.dialects.pooling import PooledBody, PooledReply, PooledWire, decode_embeddings, decode_rerank, decode_score
 from servers.dialects.responses import Message, ResponseWire, decode_response
-from servers.dialects.tokens import TokensWire, decode_tokens
+from servers.dialects.tokens import StreamOptions, TokensWire, decode_tokens
 from servers.serve import wire
 from servers.serve.telemetry import Distribution, Sample, Series, labels_of
 from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
@@ -43,12 +43,7 @@ _MESSAGES = {
 _TYPES = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-
-
-class Body(wire.RequestFields, kw_only=True):
+class OpenAIBody(wire.RequestFields, kw_only=True):
     """The fields of either route that matter here. Others are accepted and ignored, as vLLM does."""
 
     max_tokens: int | None = None
@@ -59,7 +54,7 @@ class Body(wire.RequestFields, kw_only=True):
     temperature: float | None = None
 
 
-class CompletionOptions(Body, kw_only=True):
+class CompletionOptions(OpenAIBody, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = False
 
@@ -78,7 +73,7 @@ class TokenizeBody(msgspec.Struct):
     return_token_strs: bool | None = False
 
 
-class ChatBody(Body):
+class ChatBody(OpenAIBody):
     messages: list[Message]
     max_completion_tokens: int | None = None
     thinking_token_budget: int | None = None
@@ -171,7 +166,7 @@ class OpenAI:
         if body.echo:
             raise Refusal(self.error(400, "the emulated server does not echo prompts.", "echo"))
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        n_choices, shared = self._n_choices(body, len(prompts)), Shared()
+        n_choices, shared = self._n_choices(body, len(prompts)), JointReply()
         replies = []
         for index in range(len(prompts) * n_choices):
             prompt = prompts[index // n_choices]
@@ -206,7 +201,7 @@ class OpenAI:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         max_tokens = self._settings.max_model_len - n_prompt if max_tokens is None else max_tokens
         n_output = self._admitted(body, n_prompt, max_tokens)
-        n_choices, shared = self._n_choices(body, 1), Shared()
+        n_choices, shared = self._n_choices(body, 1), JointReply()
         # as if the template stood in front: in the real one its tokens lie around every message
         text = " ".join(texts)
         replies = []
@@ -237,7 +232,7 @@ class OpenAI:
         texts = body.texts()
         n_prompt = self._chat_tokens(body.messages, texts)
         left = self._settings.max_model_len - n_prompt
-        asked = Body(model=body.model)
+        asked = OpenAIBody(model=body.model)
         n_output = self._admitted(asked, n_prompt, left if body.max_output_tokens is None else body.max_output_tokens)
         reply = ResponseWire(body, n_prompt, n_output, self._served(body.model), request_id)
         self._is_for(reply, body)
@@ -248,7 +243,7 @@ class OpenAI:
         body = self._decoded(raw, decode_tokens)
         n_prompt, asked = len(body.token_ids), body.sampling_params.max_tokens
         left = self._settings.max_model_len - n_prompt
-        n_output = self._admitted(Body(model=body.model), n_prompt, left if asked is None else asked)
+        n_output = self._admitted(OpenAIBody(model=body.model), n_prompt, left if asked is None else asked)
         failure = wire.encode_json(wire.error_body(500, _MESSAGES[500], _TYPES[500]))
         reply = TokensWire(body, n_output, self._served(body.model), request_id, failure)
         self._is_for(reply, body)
@@ -263,7 +258,7 @@ class OpenAI:
         reply = PooledReply(body, self._served(body.model), request_id)
         for prompt in prompts:
             n_prompt = wire.count_tokens(prompt)
-            self._admitted(Body(model=body.model), n_prompt, 1)
+            self._admitted(OpenAIBody(model=body.model), n_prompt, 1)
             each = PooledWire(reply, n_prompt)
             self._is_for(each, body)
             each.segments = wire.segments(self._settings, prompt, BLOCK_TOKENS)
@@ -289,7 +284,7 @@ class OpenAI:
         except UNDECODABLE as error:
             raise Refusal(self.error(400, f"JSON decode error: {error}")) from None
 
-    def _n_choices(self, body: Body, n_prompts: int) -> int:
+    def _n_choices(self, body: OpenAIBody, n_prompts: int) -> int:
         """Of each prompt. Raises Refusal."""
         n = 1 if body.n is None else body.n
         if n < 1:
@@ -307,7 +302,7 @@ class OpenAI:
             raise Refusal(self.error(400, message, name))
         return asked
 
-    def _admitted(self, body: Body, n_prompt: int, max_tokens: int) -> int:
+    def _admitted(self, body: OpenAIBody, n_prompt: int, max_tokens: int) -> int:
         """How many tokens will be generated. Raises Refusal where vLLM refuses."""
         limit = self._settings.max_model_len
         if body.model not in (None, self._settings.model, *self._settings.adapters):
@@ -348,7 +343,7 @@ class WholeCompletionChoice(CompletionChoice, kw_only=True):
     prompt_logprobs: None = None
 
 
-class Delta(msgspec.Struct, kw_only=True):
+class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -356,7 +351,7 @@ class Delta(msgspec.Struct, kw_only=True):
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int = 0
-    delta: Delta
+    delta: ChatDelta
     logprobs: Logprobs = None
     finish_reason: Finish | None
     stop_reason: UnsetType | None = UNSET
@@ -388,7 +383,7 @@ class ReasoningTokens(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Times(msgspec.Struct, kw_only=True):
+class PerRequestMetrics(msgspec.Struct, kw_only=True):
     """What `--enable-per-request-metrics` tells of a request; milliseconds."""
 
     time_to_first_token_ms: float
@@ -418,10 +413,10 @@ class Chunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: UnsetType | Ids = UNSET  # these two in the first event of a chat
     prompt_text: UnsetType | None = UNSET
-    metrics: Times | UnsetType = UNSET  # in the last event of all
+    metrics: PerRequestMetrics | UnsetType = UNSET  # in the last event of all
 
 
-class WholeReply(msgspec.Struct, kw_only=True):
+class OpenAIWholeReply(msgspec.Struct, kw_only=True):
     """A reply that is not streamed."""
 
     id: str
@@ -433,11 +428,11 @@ class WholeReply(msgspec.Struct, kw_only=True):
     system_fingerprint: str = FINGERPRINT
     usage: Usage
     prompt_token_ids: UnsetType | Ids = UNSET  # of chat
-    metrics: Times | UnsetType = UNSET
+    metrics: PerRequestMetrics | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
-class Shape:
+class RouteFormat:
     """What differs between the two routes."""
 
     id_prefix: str
@@ -475,7 +470,7 @@ def _chat_logprobs(counts: range, n: int) -> dict[str, Any]:
     }
 
 
-COMPLETION = Shape(
+COMPLETION = RouteFormat(
     "cmpl-",
     "text_completion",
     "text_completion",
@@ -483,23 +478,23 @@ COMPLETION = Shape(
     lambda text, finish, ids: WholeCompletionChoice(text=text, finish_reason=finish, token_ids=ids),
     _completion_logprobs,
 )
-CHAT = Shape(
+CHAT = RouteFormat(
     "chatcmpl-",
     "chat.completion.chunk",
     "chat.completion",
     lambda text, finish, ids: ChatChoice(
-        delta=Delta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET, token_ids=ids
+        delta=ChatDelta(content=text), finish_reason=finish, stop_reason=None if finish else UNSET, token_ids=ids
     ),
     lambda text, finish, ids: WholeChatChoice(
         message=AssistantMessage(content=text), finish_reason=finish, token_ids=ids
     ),
     _chat_logprobs,
-    opening_choice=ChatChoice(delta=Delta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
+    opening_choice=ChatChoice(delta=ChatDelta(role="assistant", content=""), finish_reason=None, token_ids=UNSET),
 )
 
 
 @dataclass
-class Shared:
+class JointReply:
     """What the sequences of one request say together, as far as they have ended."""
 
     prompt_tokens: int = 0
@@ -516,7 +511,7 @@ class OpenAIWire(Wire):
     done = b"data: [DONE]\n\n"
 
     def __init__(
-        self, shape: Shape, body: Body, prompt_tokens: int, output_tokens: int, model: str, request_id: str
+        self, shape: RouteFormat, body: OpenAIBody, prompt_tokens: int, output_tokens: int, model: str, request_id: str
     ) -> None:
         super().__init__(bool(body.stream), prompt_tokens, output_tokens)
         self._shape = shape
@@ -531,7 +526,7 @@ class OpenAIWire(Wire):
         self.thinking_tokens = 0
         self.tells_times = False
 
-    def is_choice(self, index: int, shared: Shared, counts_prompt: bool) -> None:
+    def is_choice(self, index: int, shared: JointReply, counts_prompt: bool) -> None:
         """counts_prompt: the choices of one prompt count it once."""
         self._index, self._shared, self._counts_prompt = index, shared, counts_prompt
         self._prefix, _, self._suffix = self._chunk([self._choice("@")]).rpartition(b'"@"')
@@ -545,7 +540,7 @@ class OpenAIWire(Wire):
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         choice = self._choice(wire.span(count, n_tokens), finish, self._ids(count, n_tokens))
         if count <= self.thinking_tokens and isinstance(choice, ChatChoice):
-            choice.delta = Delta(reasoning=wire.span(count, n_tokens))
+            choice.delta = ChatDelta(reasoning=wire.span(count, n_tokens))
         choice.logprobs = self._logprobs_of(count, n_tokens)
         opening = b""
         if count == n_tokens:
@@ -588,7 +583,7 @@ class OpenAIWire(Wire):
         usage = self._usage_of_all()
         if usage.prompt_tokens_details is UNSET:
             usage.prompt_tokens_details = None
-        reply = WholeReply(
+        reply = OpenAIWholeReply(
             id=self._id, object=self._shape.whole_object, created=self._created_s, model=self._model,
             choices=sorted(self._shared.choices, key=lambda choice: choice.index), usage=usage,
         )  # fmt: skip
@@ -597,12 +592,12 @@ class OpenAIWire(Wire):
         reply.metrics = self._times(count)
         return wire.json_page(200, reply)
 
-    def _times(self, count: int) -> Times | UnsetType:
+    def _times(self, count: int) -> PerRequestMetrics | UnsetType:
         """Of a request for one sequence, where the server is to tell them."""
         if not self.tells_times or self._shared.output_tokens != count:
             return UNSET
         first_ms, rest_ms = (ns / 1e6 for ns in self.took_ns)
-        return Times(
+        return PerRequestMetrics(
             time_to_first_token_ms=first_ms,
             generation_time_ms=rest_ms,
             mean_itl_ms=rest_ms / (count - 1) if count > 1 else UNSET,
@@ -632,7 +627,7 @@ class OpenAIWire(Wire):
         usage: Usage | UnsetType = UNSET,
         fingerprint: str | UnsetType = UNSET,
         opens_chat: bool = False,
-        metrics: Times | UnsetType = UNSET,
+        metrics: PerRequestMetrics | UnsetType = UNSET,
     ) -> bytes:
         chunk = Chunk(
             id=self._id, object=self._shape.chunk_object, created=self._created_s, model=self._model, choices=choices,

@@ -16,21 +16,21 @@ class Image(msgspec.Struct):
     url: str
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     text: str = ""
     image_url: Image | str | None = None  # as a chat has it, and as responses do
 
 
 class Message(msgspec.Struct):
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
     def texts(self) -> list[str]:
-        parts = self.content if isinstance(self.content, list) else [Part(self.content or "")]
+        parts = self.content if isinstance(self.content, list) else [ContentPart(self.content or "")]
         return [part.text for part in parts]
 
     def images(self) -> list[str]:
         """As URLs."""
-        shown = [part.image_url for part in self.content or () if isinstance(part, Part) and part.image_url]
+        shown = [part.image_url for part in self.content or () if isinstance(part, ContentPart) and part.image_url]
         return [image if isinstance(image, str) else image.url for image in shown]
 
 

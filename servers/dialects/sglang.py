@@ -16,8 +16,8 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE
 from servers.dialects.sglang_openai import (
-    ChatBody,
-    CompletionBody,
+    SGLangChatBody,
+    SGLangCompletionBody,
     SGLangOpenAIWire,
     decode_chat,
     decode_completion,
@@ -32,21 +32,21 @@ _FULL = "The request queue is full."
 _SSE = Wire.content_type
 
 
-class Sampling(msgspec.Struct):
+class SGLangSamplingParams(msgspec.Struct):
     """The parameters that matter here; others are accepted and ignored."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
 
 
-class Body(msgspec.Struct):
+class SGLangBody(msgspec.Struct):
     input_ids: list[wire.TokenId] | None = None
     text: str | None = None
-    sampling_params: Sampling = msgspec.field(default_factory=Sampling)
+    sampling_params: SGLangSamplingParams = msgspec.field(default_factory=SGLangSamplingParams)
     stream: bool = False
 
 
-_decode_body = msgspec.json.Decoder(Body).decode
+_decode_body = msgspec.json.Decoder(SGLangBody).decode
 
 
 class SGLang:
@@ -117,7 +117,7 @@ class SGLang:
         raise Refusal(_in_a_stream(page) if body.stream else page)
 
     def _openai(
-        self, decode: Callable[[bytes], CompletionBody | ChatBody], raw: bytes, request_id: str
+        self, decode: Callable[[bytes], SGLangCompletionBody | SGLangChatBody], raw: bytes, request_id: str
     ) -> Sequence[Wire]:
         """Refused before anything is streamed, unlike its own route."""
         try:
@@ -125,7 +125,7 @@ class SGLang:
         except UNDECODABLE as error:
             raise Refusal(wire.json_page(400, _flat(400, f"1 validation error:\n  {error}", "Bad Request"))) from None
         before, asked = 0, body.max_tokens
-        if isinstance(body, CompletionBody):
+        if isinstance(body, SGLangCompletionBody):
             prompt: str | list[int] = body.prompt
             asked = _DEFAULT_COMPLETION_TOKENS if asked is None else asked
         else:

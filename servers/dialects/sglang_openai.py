@@ -13,16 +13,12 @@ from typing import Any
 import msgspec
 
 from servers.dialects.responses import Message
+from servers.dialects.tokens import StreamOptions
 from servers.serve import wire
 from servers.serve.wire import Finish, Page, Wire
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-
-
-class Body(msgspec.Struct, kw_only=True):
+class SGLangOpenAIBody(msgspec.Struct, kw_only=True):
     """The fields of either route that matter here; others are accepted and ignored."""
 
     model: str = "default"
@@ -32,11 +28,11 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class CompletionBody(Body, kw_only=True):
+class SGLangCompletionBody(SGLangOpenAIBody, kw_only=True):
     prompt: str | list[wire.TokenId]
 
 
-class ChatBody(Body, kw_only=True):
+class SGLangChatBody(SGLangOpenAIBody, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
 
@@ -44,8 +40,8 @@ class ChatBody(Body, kw_only=True):
         return " ".join(text for message in self.messages for text in message.texts())
 
 
-decode_completion = msgspec.json.Decoder(CompletionBody).decode
-decode_chat = msgspec.json.Decoder(ChatBody).decode
+decode_completion = msgspec.json.Decoder(SGLangCompletionBody).decode
+decode_chat = msgspec.json.Decoder(SGLangChatBody).decode
 
 
 class SGLangOpenAIWire(Wire):
@@ -53,10 +49,10 @@ class SGLangOpenAIWire(Wire):
 
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, body: Body, prompt_tokens: int, output_tokens: int, request_id: str) -> None:
+    def __init__(self, body: SGLangOpenAIBody, prompt_tokens: int, output_tokens: int, request_id: str) -> None:
         super().__init__(bool(body.stream), prompt_tokens, output_tokens)
         options = body.stream_options or StreamOptions()
-        self._is_chat = isinstance(body, ChatBody)
+        self._is_chat = isinstance(body, SGLangChatBody)
         self._usage_last = bool(options.include_usage)
         self._usage_always = bool(options.include_usage and options.continuous_usage_stats)
         self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": body.model}

@@ -46,7 +46,7 @@ T = TypeVar("T")
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class Parameters(msgspec.Struct):
+class TGIParameters(msgspec.Struct):
     """The parameters that matter here; others are accepted and ignored."""
 
     best_of: U32 | None = None
@@ -68,46 +68,46 @@ class Parameters(msgspec.Struct):
         return self.do_sample or (self.temperature, self.top_k, self.top_p, self.typical_p) != (None,) * 4
 
 
-class Body(msgspec.Struct):
+class TGIBody(msgspec.Struct):
     inputs: str
-    parameters: Parameters = msgspec.field(default_factory=Parameters)
+    parameters: TGIParameters = msgspec.field(default_factory=TGIParameters)
     stream: bool = False
 
 
-class StreamOptions(msgspec.Struct):
+class TGIStreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class OpenAIBody(msgspec.Struct, kw_only=True):
+class TGIOpenAIBody(msgspec.Struct, kw_only=True):
     """What both routes of OpenAI's have. The model's name is not looked at: any other would be an adapter's."""
 
     max_tokens: U32 | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: TGIStreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop: list[str] | str | None = None
 
-    def parameters(self) -> Parameters:
+    def parameters(self) -> TGIParameters:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         temperature = self.temperature or None  # 0 is greedy on these routes
-        return Parameters(max_new_tokens=self.max_tokens, temperature=temperature, top_p=self.top_p, stop=stop)
+        return TGIParameters(max_new_tokens=self.max_tokens, temperature=temperature, top_p=self.top_p, stop=stop)
 
 
-class CompletionBody(OpenAIBody, kw_only=True):
+class TGICompletionBody(TGIOpenAIBody, kw_only=True):
     prompt: str | list[str]
 
 
-class Part(msgspec.Struct):
+class TextPart(msgspec.Struct):
     text: str = ""
 
 
-class Message(msgspec.Struct):
-    content: str | list[Part] | None = None
+class TGIMessage(msgspec.Struct):
+    content: str | list[TextPart] | None = None
 
 
-class ChatBody(OpenAIBody, kw_only=True):
-    messages: list[Message]
+class TGIChatBody(TGIOpenAIBody, kw_only=True):
+    messages: list[TGIMessage]
     max_completion_tokens: U32 | None = None
     logprobs: bool | None = None
     top_logprobs: U32 | None = None
@@ -167,7 +167,7 @@ class TGI:
 
     def _generate(self, raw: bytes, streaming: bool | None) -> Sequence[Wire]:
         """streaming: None on the routes that take either way, which answer a list and repeat the prompt."""
-        body = _read(raw, Body)
+        body = _read(raw, TGIBody)
         parameters, either = body.parameters, streaming is None
         streaming = body.stream if streaming is None else streaming
         n_prompt = wire.count_tokens(body.inputs) + BOS_TOKENS
@@ -178,14 +178,14 @@ class TGI:
         return [self._for(reply, body.inputs, len(body.inputs))]
 
     def _completion(self, raw: bytes) -> Sequence[Wire]:
-        body = _read(raw, CompletionBody)
+        body = _read(raw, TGICompletionBody)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if not prompts:
             raise Refusal(self.error(422, "Input validation error: `inputs` cannot be empty"))
         if len(prompts) > MOST_PROMPTS:
             message = f"Number of prompts exceeds the maximum allowed batch size of {MOST_PROMPTS}"
             raise Refusal(self.error(422, f"Input validation error: {message}"))
-        replies, ended = [], Ended()
+        replies, ended = [], EndedSequences()
         for index, prompt in enumerate(prompts):
             n_prompt = wire.count_tokens(prompt) + BOS_TOKENS
             n_output = self._admitted(prompt, n_prompt, body.parameters(), body.stream, openai=True)
@@ -194,13 +194,13 @@ class TGI:
         return replies
 
     def _chat(self, raw: bytes) -> Sequence[Wire]:
-        body = _read(raw, ChatBody)
+        body = _read(raw, TGIChatBody)
         if body.max_tokens is None:
             body.max_tokens = body.max_completion_tokens
         text = " ".join(
             part.text
             for message in body.messages
-            for part in (message.content if isinstance(message.content, list) else [Part(message.content or "")])
+            for part in (message.content if isinstance(message.content, list) else [TextPart(message.content or "")])
         )
         n_prompt = wire.count_tokens(text) + wire.CHAT_TEMPLATE_TOKENS
         # the template is never empty
@@ -215,7 +215,7 @@ class TGI:
         return reply
 
     def _admitted(
-        self, inputs: str, n_prompt: int, parameters: Parameters, streaming: bool, openai: bool = False
+        self, inputs: str, n_prompt: int, parameters: TGIParameters, streaming: bool, openai: bool = False
     ) -> int:
         """How many tokens will be generated. Raises Refusal."""
         in_stream = _wrong_in_stream(parameters) if streaming else None
@@ -254,7 +254,7 @@ def _read(raw: bytes, kind: type[T]) -> T:
         raise Refusal(_text(400, f"Failed to parse the request body as JSON: {error}")) from None
 
 
-def _wrong_in_stream(parameters: Parameters) -> str:
+def _wrong_in_stream(parameters: TGIParameters) -> str:
     if (parameters.best_of or 1) != 1:
         return "`best_of` != 1 is not supported when streaming tokens"
     if parameters.decoder_input_details:
@@ -262,7 +262,7 @@ def _wrong_in_stream(parameters: Parameters) -> str:
     return ""
 
 
-def _wrong(parameters: Parameters) -> str:
+def _wrong(parameters: TGIParameters) -> str:
     """What the router refuses before it looks at the prompt; empty for nothing."""
     best_of = 1 if parameters.best_of is None else parameters.best_of
     shares = (("top_p", parameters.top_p), ("typical_p", parameters.typical_p))
@@ -319,12 +319,12 @@ class WholeDetails(Details, kw_only=True):
     best_of_sequences: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
-class WholeReply(msgspec.Struct):
+class TGIWholeReply(msgspec.Struct):
     generated_text: str
     details: WholeDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-class StreamEvent(msgspec.Struct, kw_only=True):
+class TGIStreamEvent(msgspec.Struct, kw_only=True):
     index: int
     token: wire.Token
     top_tokens: list[wire.Token] | msgspec.UnsetType = msgspec.UNSET
@@ -365,7 +365,7 @@ class TGIWire(TGIReply):
     in_list = False
     repeats = ""
 
-    def __init__(self, parameters: Parameters, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
+    def __init__(self, parameters: TGIParameters, streaming: bool, prompt_tokens: int, output_tokens: int) -> None:
         super().__init__(streaming, prompt_tokens, output_tokens)
         self._details = parameters.details or parameters.decoder_input_details
         drawn = random.getrandbits(64) if parameters.seed is None else parameters.seed
@@ -380,7 +380,7 @@ class TGIWire(TGIReply):
 
     def event(self, count: int, n_tokens: int, finish: Finish | None) -> bytes:
         token = wire.Token(wire.token_id(count), wire.span(count, n_tokens))
-        event = StreamEvent(index=count, token=token)
+        event = TGIStreamEvent(index=count, token=token)
         if self._top:
             event.top_tokens = [token] * self._top
         if finish:
@@ -390,7 +390,7 @@ class TGIWire(TGIReply):
         return _frame(wire.encode_json(event))
 
     def whole(self, count: int, finish: Finish, seconds: float) -> Page:
-        reply = WholeReply(self.repeats + wire.output_text(count))
+        reply = TGIWholeReply(self.repeats + wire.output_text(count))
         if self._details:
             tokens = [wire.Token(wire.token_id(each), wire.word(each)) for each in range(1, count + 1)]
             reply.details = details = WholeDetails(_FINISH[finish], count, self._seed, tokens=tokens)
@@ -401,14 +401,14 @@ class TGIWire(TGIReply):
         return self._whole_page([reply] if self.in_list else reply, count, seconds)
 
 
-class OpenAIReply(TGIReply):
+class TGIOpenAIReply(TGIReply):
     """What both routes of OpenAI's have in common. The frame of a plain token is made once, and only its text
     changes."""
 
     openai = True
     done = _DONE
 
-    def __init__(self, kind: str, body: OpenAIBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
+    def __init__(self, kind: str, body: TGIOpenAIBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
         super().__init__(body.stream, prompt_tokens, output_tokens)
         self._usage_last = body.stream_options is not None and body.stream_options.include_usage
         self._begin = {"object": kind, "id": "", "created": int(time.time())}
@@ -433,7 +433,7 @@ class OpenAIReply(TGIReply):
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": count, "total_tokens": total}
 
 
-class Ended(msgspec.Struct):
+class EndedSequences(msgspec.Struct):
     """The sequences of a request that have ended."""
 
     prompt_tokens: int = 0
@@ -441,12 +441,17 @@ class Ended(msgspec.Struct):
     choices: list[dict[str, Any]] = []
 
 
-class CompletionWire(OpenAIReply):
+class CompletionWire(TGIOpenAIReply):
     """The reply to one prompt. Its usage comes with the last text, asked for or not. place: its number among the
     prompts, and what they share."""
 
     def __init__(
-        self, body: CompletionBody, prompt_tokens: int, output_tokens: int, model: str, place: tuple[int, Ended]
+        self,
+        body: TGICompletionBody,
+        prompt_tokens: int,
+        output_tokens: int,
+        model: str,
+        place: tuple[int, EndedSequences],
     ) -> None:
         self._index, self._ended = place
         super().__init__("text_completion", body, prompt_tokens, output_tokens, model)
@@ -472,10 +477,10 @@ class CompletionWire(OpenAIReply):
         return self._whole_page(head, count, seconds)
 
 
-class ChatWire(OpenAIReply):
+class ChatWire(TGIOpenAIReply):
     """Its usage comes behind the last text, where it was asked for."""
 
-    def __init__(self, body: ChatBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
+    def __init__(self, body: TGIChatBody, prompt_tokens: int, output_tokens: int, model: str) -> None:
         self._candidates = (body.top_logprobs or 0) if body.logprobs else None
         super().__init__("chat.completion.chunk", body, prompt_tokens, output_tokens, model)
 

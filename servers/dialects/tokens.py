@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct):
     max_tokens: int | None = None
 
 
-class Options(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
@@ -27,7 +27,7 @@ class TokensBody(wire.RequestFields, kw_only=True):
     token_ids: list[wire.TokenId]
     sampling_params: SamplingParams
     stream: bool | None = False
-    stream_options: Options | None = None
+    stream_options: StreamOptions | None = None
 
 
 decode_tokens = msgspec.json.Decoder(TokensBody).decode
@@ -40,7 +40,7 @@ class TokensWire(Wire):
 
     def __init__(self, body: TokensBody, output_tokens: int, model: str, request_id: str, failure: bytes) -> None:
         super().__init__(bool(body.stream), len(body.token_ids), output_tokens)
-        options = body.stream_options or Options()
+        options = body.stream_options or StreamOptions()
         self._usage_last = bool(options.include_usage)
         self._usage_always = bool(options.include_usage and options.continuous_usage_stats)
         self._model = model
