@@ -3,7 +3,8 @@
 with the inputs that earlier parts found (build/fuzz/, which git ignores) under another seed, and its counts are added
 to the target's line in results.jsonl here. What crashes is kept in crashes/ here, and the exit code is then 1.
 
-Each target runs in a process of its own. Executions, bytes and CPU seconds are counted in it; `coverage` and
+Each part runs in a process of its own, as many at a time as there are cores; a target named twice gets two parts.
+JOBS=1 in the environment runs one at a time. Executions, bytes and CPU seconds are counted in it; `coverage` and
 `features` are libFuzzer's own count of edges, and of edges with how often they were taken.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import msgspec
@@ -73,8 +75,8 @@ def within(name: str, seconds: float, report: Path) -> None:
     atheris.Fuzz()
 
 
-def fuzz(name: str, seconds: float, before: Result) -> Result:
-    """One part: before's counts and its own."""
+def fuzz(name: str, seconds: float, seed: int) -> Result:
+    """Runs one part and returns its own counts."""
     import importlib.metadata
 
     with tempfile.TemporaryDirectory(prefix="llm-dissect-fuzz-") as scratch:
@@ -89,7 +91,7 @@ def fuzz(name: str, seconds: float, before: Result) -> Result:
             f"-artifact_prefix={CRASHES}/{name}-",
             "-reduce_inputs=0",
         ]
-        options += [f"-seed={before.parts + 1}", str(found), str(CORPUS / name)]
+        options += [f"-seed={seed}", str(found), str(CORPUS / name)]
         process = subprocess.run(
             [sys.executable, "-m", "tests.fuzz.run", f"--within={name}", str(seconds), str(report), *options],
             cwd=HERE.parents[1], env={**os.environ, "TMPDIR": scratch}, capture_output=True, text=True,
@@ -103,23 +105,38 @@ def fuzz(name: str, seconds: float, before: Result) -> Result:
         seen = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", process.stderr) or [("0", "0", "0")]
         coverage, features, kept = map(int, seen[-1])
         return Result(
-            target=name, parts=before.parts + 1, executions=before.executions + int(executions),
-            bytes=before.bytes + int(given), cpu_s=round(before.cpu_s + float(used_s), 1), coverage=coverage,
-            features=features, corpus=kept, crashes=crashes, python=sys.version.split()[0],
+            target=name, parts=1, executions=int(executions), bytes=int(given), cpu_s=float(used_s),
+            coverage=coverage, features=features, corpus=kept, crashes=crashes, python=sys.version.split()[0],
             atheris=importlib.metadata.version("atheris"),
         )  # fmt: skip
+
+
+def added(before: Result, part: Result) -> Result:
+    """Returns the counts of both; what the fuzzer reached is the part's, which went on with what was found before."""
+    return msgspec.structs.replace(
+        part, parts=before.parts + part.parts, executions=before.executions + part.executions,
+        bytes=before.bytes + part.bytes, cpu_s=round(before.cpu_s + part.cpu_s, 1),
+    )  # fmt: skip
 
 
 def main() -> int:
     if sys.argv[1].startswith("--within="):
         within(sys.argv[1].partition("=")[2], float(sys.argv[2]), Path(sys.argv[3]))
     seconds, failed = float(sys.argv[1]), False
-    for name in sys.argv[2:] or sorted(path.name for path in CORPUS.iterdir()):
-        result = fuzz(name, seconds, results().get(name, Result(target=name)))
-        failed = failed or bool(result.crashes)
-        print(msgspec.json.encode(result).decode(), flush=True)
-        kept = {**results(), name: result}
-        RESULTS.write_bytes(b"".join(msgspec.json.encode(kept[name]) + b"\n" for name in sorted(kept)))
+    names = sys.argv[2:] or sorted(path.name for path in CORPUS.iterdir())
+    seeds = {name: result.parts for name, result in results().items()}
+    parts = []
+    with ThreadPoolExecutor(int(os.environ.get("JOBS") or os.cpu_count() or 1)) as pool:
+        for name in names:
+            seeds[name] = seeds.get(name, 0) + 1
+            parts.append(pool.submit(fuzz, name, seconds, seeds[name]))
+        for part in as_completed(parts):
+            result = part.result()
+            failed = failed or bool(result.crashes)
+            print(msgspec.json.encode(result).decode(), flush=True)
+            kept = results()
+            kept[result.target] = added(kept.get(result.target, Result(target=result.target)), result)
+            RESULTS.write_bytes(b"".join(msgspec.json.encode(kept[name]) + b"\n" for name in sorted(kept)))
     with contextlib.suppress(OSError):
         CRASHES.rmdir()  # where it is empty
     return failed
