@@ -44,6 +44,7 @@ QKV_TOGETHER, GATE_WITH_UP = ("phi3",), ("glm", "glm4", "phi3")
 EXPERTS_ADAPTED, OF_EXPERTS = (
     ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"), {"gate_proj", "up_proj", "down_proj"}
 )  # fmt: skip
+EXPERTS_EXCHANGED = ("mixtral", "qwen3_moe", "llama")  # whose experts --ep divides; llama: Mixtral's, of numbers alone
 PROMPT_TOKENS = 8
 PAPER_MAX_MICRO_BATCH = 64
 LOSS_CHUNKS = 8  # of the tokens of a micro batch, with --loss chunked; torchtune's number
@@ -168,8 +169,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One training configuration. Sizes are per process where they say so.
 
     gpus: processes, one a GPU (on the CPU: one process each). micro_batch: sequences a process takes at once, None: the
-    largest that fits is searched; in dpo it counts pairs. tp, pp, cp: how many GPUs share a layer (Megatron, FSDP2),
-    the layers (Megatron), a sequence (FSDP2).
+    largest that fits is searched; in dpo it counts pairs. tp, pp, cp, ep: how many GPUs share a layer (Megatron,
+    FSDP2), the layers (Megatron), a sequence (FSDP2), a layer's experts (FSDP2; each has sequences of its own).
     attention: `flash` with the letter F, else `eager` as in the paper, or SDPA's `math`.
 
     Methods that came after the paper are options. lora_rank, lora_alpha, lora_targets, adapter_dtype, dora: of L, QL.
@@ -194,6 +195,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     attention: AttentionKernel = "eager"
     compile: bool = False
     device: Device = "cuda"
@@ -316,7 +318,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         sizes = [f"{self.gpus}x", f"s{self.seq_len}", f"b{self.micro_batch or 'max'}"]
         extras = [
             f"{label}{value}"
-            for label, value in (("ga", self.grad_accum), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
+            for label, value in (
+                ("ga", self.grad_accum),
+                ("tp", self.tp),
+                ("pp", self.pp),
+                ("cp", self.cp),
+                ("ep", self.ep),
+            )
             if value > 1
         ]
         extras += ["math"] if self.attention == "math" else []
@@ -484,7 +492,7 @@ def cell(
             raise GridError(f"method '{method}' asks for FlashAttention and --attention for math; name one.")
         attention = "flash"
     built = msgspec.convert({"method": str(letters), "attention": attention, **more}, Cell)
-    fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "lora_rank", "lora_alpha", "dp_replicate")
+    fields = ("gpus", "seq_len", "grad_accum", "tp", "pp", "cp", "ep", "lora_rank", "lora_alpha", "dp_replicate")
     check_least(GridError, 1, **{field: getattr(built, field) for field in fields})
     if adapter_dtype is None:
         ours = letters.has_lora and not built.own  # what a user's own script trains in nobody knows
@@ -568,6 +576,8 @@ def _objections(cell: Cell, spec: ModelSpec | None, unbuilt: str) -> Iterator[st
     yield from _of_attention(cell, spec)
     if cell.cp > 1:
         yield from _of_ring(cell, spec)
+    if cell.ep > 1:
+        yield from _of_experts(cell, spec)
     mixture = any(kind.mlp.experts > 1 for kind in spec.kinds)
     if mixture and (method.four_bit or cell.engine == "megatron"):
         yield "experts are neither quantized to 4 bits nor built for Megatron here"
@@ -786,6 +796,8 @@ def _of_sharding(cell: Cell, method: Method) -> Iterator[str]:
         yield "PP is Megatron's (--engine megatron)"
     if cell.cp > 1:
         yield from _of_context(cell, method)
+    if cell.ep > 1:
+        yield from _of_exchange(cell, method)
     if cell.tp > 1 and cell.engine not in ("megatron", "fsdp2"):
         yield "TP is built for megatron and fsdp2 only"
     if cell.tp > 1 and cell.engine == "fsdp2" and (method.adapter or method.offload):
@@ -816,6 +828,38 @@ def _of_context(cell: Cell, method: Method) -> Iterator[str]:
         yield "compiled layers were not built for CP's ring; leave --compile out"
     if cell.seq_len % (2 * cell.cp):
         yield f"{cell.seq_len} tokens cannot be divided into two parts for each of the {cell.cp} GPUs of CP"
+
+
+def _of_exchange(cell: Cell, method: Method) -> Iterator[str]:
+    """What expert parallelism goes with: fsdp2's ranks, each with sequences of its own."""
+    if cell.engine != "fsdp2":
+        yield "EP (--ep) is built over torch's fully_shard alone; use --engine fsdp2 with Z2 or Z3"
+    if cell.gpus % cell.ep:
+        yield f"{cell.gpus} GPUs cannot be divided into groups of EP = {cell.ep}"
+    if cell.tp * cell.cp * cell.dp_replicate > 1:
+        yield "EP is built without --tp, --cp and --dp-replicate; leave them out, or --ep"
+    if method.adapter:
+        yield f"experts that EP divides are trained whole; leave --ep out, with which {method.adapter} goes on fsdp2"
+    if cell.compile:
+        yield "compiled layers were not built for EP's exchange of tokens; leave --compile out"
+    if cell.checkpoint == "op":
+        yield "--checkpoint op does not know the exchange of EP; use R, or --checkpoint with a number"
+    if cell.optim != "adamw":
+        yield f"experts that EP divides are updated by AdamW with 32-bit states; leave --optimizer {cell.optim} out"
+    if cell.has_reference:
+        yield f"the reference of {cell.task} has no experts divided by EP; leave --ep out"
+
+
+def _of_experts(cell: Cell, spec: ModelSpec) -> Iterator[str]:
+    """Experts that EP cannot divide."""
+    counts = {kind.mlp.experts for kind in spec.kinds if kind.mlp.experts > 1}
+    if not counts:
+        yield f"{spec.name} is dense, and EP divides experts; leave --ep out, or use --tp"
+    for experts in counts:
+        if experts % cell.ep:
+            yield f"the {experts} experts of {spec.name} cannot be divided by EP {cell.ep}"
+    if spec.model_type not in EXPERTS_EXCHANGED:
+        yield f"EP was tried with Qwen3-MoE and Mixtral, and {spec.name} has other experts ({spec.model_type})"
 
 
 def _of_ring(cell: Cell, spec: ModelSpec) -> Iterator[str]:

@@ -144,6 +144,7 @@ class Grid:
     tp: Annotated[int, _cells("Tensor parallel (megatron, fsdp2).", converter=whole)] = 1
     pp: Annotated[int, _cells("Pipeline parallel (megatron).", converter=whole)] = 1
     cp: Annotated[int, _cells("Context parallel, by torch's ring attention (fsdp2, with F).", converter=whole)] = 1
+    ep: Annotated[int, _cells("Expert parallel: GPUs that share a layer's experts (fsdp2).", converter=whole)] = 1
     attention: Annotated[Literal["eager", "math"], _cells("What attention is without the letter F.")] = "eager"
     compile: Annotated[bool, _cells("torch.compile every layer (fsdp2, ddp).", show_default=False)] = False
     device: Annotated[Literal["cuda", "cpu"] | None, _cells("By default cuda where there is a GPU.")] = None
@@ -252,7 +253,7 @@ class Grid:
                 gpus=self.gpus or default_gpus,
                 seq_lens=self.seq_len or (grid.PAPER_SEQ_LEN,),
                 micro_batches=[_micro_batch(text) for text in self.micro_batch or ("1",)],
-                task=task, grad_accum=self.grad_accum, tp=self.tp, pp=self.pp, cp=self.cp,
+                task=task, grad_accum=self.grad_accum, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep,
                 attention=self.attention, compile=self.compile, device=device,
                 **methods,
             )  # fmt: skip
@@ -264,7 +265,7 @@ class Grid:
         check_least(GridError, 1, gpus=next(iter(self.gpus), None))
         if preset == "laptop" and self.gpus and self.gpus[0] > LAPTOP_PROCESSES:
             raise GridError(f"--preset laptop has cells of 1 and 2 processes; --gpus {self.gpus[0]} is more.")
-        sizes = ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "attention", "compile")
+        sizes = ("task", "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "ep", "attention", "compile")
         for name in (*sizes, *METHODS):
             if getattr(self, name) != getattr(Grid, name, None):
                 raise GridError(f"--preset {preset} has a --{name.replace('_', '-')} of its own; leave that out.")
@@ -283,7 +284,7 @@ class Grid:
         return chosen
 
 
-@offers(*(name for name in names(Grid) if name not in ("tp", "pp", "cp", "compile", *UNTRACED_METHODS)))
+@offers(*(name for name in names(Grid) if name not in ("tp", "pp", "cp", "ep", "compile", *UNTRACED_METHODS)))
 class TracedGrid(Grid):
     """Cells of which every kernel is tied to a part of the model."""
 

@@ -83,6 +83,7 @@ class CellResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     tp: Size = 1
     pp: Size = 1
     cp: Size = 1
+    ep: Size = 1
     attention: str = "eager"
     compile: bool = False
     device: str = "cuda"

@@ -29,6 +29,7 @@ from training_probe.grid import (
 )
 
 RING = {"method": "F+Z3", "engine": "fsdp2", "cp": 2, "gpus": 2}
+EXCHANGE = {"engine": "fsdp2", "ep": 2, "gpus": 2, "model": "mixtral-8x7b"}
 
 
 def spec(name: str) -> ModelSpec:
@@ -166,6 +167,20 @@ def test_the_letter_f_is_flash_attention() -> None:
         ("F+Z3", {"cp": 2, "gpus": 2, "seq_len": 512, "engine": "fsdp2", "compile": True}, "leave --compile out"),
         ("F+Z3", {"cp": 2, "gpus": 2, "engine": "fsdp2"}, "350 tokens cannot be divided into two parts"),
         ("F+Z3", {"cp": 2, "gpus": 3, "seq_len": 512, "engine": "fsdp2"}, "groups of TP x PP x CP = 2"),
+        ("Z3", {**EXCHANGE, "engine": "deepspeed"}, "use --engine fsdp2 with Z2 or Z3"),
+        ("Naive", {**EXCHANGE, "engine": "megatron"}, "use --engine fsdp2 with Z2 or Z3"),
+        ("Z3", {**EXCHANGE, "gpus": 3}, "groups of EP = 2"),
+        ("Z3", {**EXCHANGE, "gpus": 16, "ep": 16}, "the 8 experts of mixtral-8x7b cannot be divided by EP 16"),
+        ("Z3", {**EXCHANGE, "model": "7b"}, "llama-2-7b is dense, and EP divides experts"),
+        ("Z3", {**EXCHANGE, "gpus": 4, "tp": 2}, "without --tp, --cp and --dp-replicate"),
+        ("F+Z3", {**EXCHANGE, "gpus": 4, "cp": 2, "seq_len": 512}, "without --tp, --cp and --dp-replicate"),
+        ("Z3", {**EXCHANGE, "gpus": 4, "dp_replicate": 2}, "without --tp, --cp and --dp-replicate"),
+        ("L+Z3", {**EXCHANGE, "task": "finetune"}, "leave --ep out, with which L goes on fsdp2"),
+        ("QL+Z3", {**EXCHANGE, "task": "finetune"}, "trained whole"),
+        ("Z3", {**EXCHANGE, "compile": True}, "not built for EP's exchange"),
+        ("Z3", {**EXCHANGE, "checkpoint": "op"}, "does not know the exchange of EP; use R"),
+        ("Z3", {**EXCHANGE, "optim": "adamw-8bit"}, "leave --optimizer adamw-8bit out"),
+        ("Z3", {**EXCHANGE, "task": "dpo"}, "no experts divided by EP; leave --ep out"),
         ("L+Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "task": "finetune"}, "without adapters and O"),
         ("Z3+O", {"tp": 2, "gpus": 2, "engine": "fsdp2"}, "without adapters and O"),
         ("Z3", {"tp": 2, "gpus": 2, "engine": "fsdp2", "loss": "liger"}, "--loss plain"),
@@ -256,6 +271,7 @@ def test_what_cannot_be_run_has_a_reason(method: str, fields: dict[str, Any], wh
         ("QL+Z3", {"task": "finetune", "lora_rank": 8, "lora_targets": ("q_proj",), "double_quant": False}),
         ("L", {"task": "finetune", "engine": "ddp", "device": "cpu", "loss": "liger"}),
         ("F+Z3", {"engine": "fsdp2", "gpus": 8, "cp": 2, "tp": 2, "seq_len": 4096}),
+        ("F+R+Z3+O", {**EXCHANGE, "gpus": 8, "ep": 4}), ("Z2", {**EXCHANGE, "loss": "liger", "states": "bf16-kahan"}),
         ("QL+Z3", {"engine": "fsdp2", "task": "finetune", "gpus": 2, "dp_replicate": 2}),
         ("L+F+R+Z3+O", {"task": "finetune", "engine": "fsdp2", "gpus": 4, "cp": 4, "seq_len": 4096, "dp_replicate": 2}),
     ],

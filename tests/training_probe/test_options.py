@@ -33,6 +33,7 @@ OF_CELLS: dict[str, tuple[list[str], str, Any]] = {
     "tp": (["2"], "tp", 2),
     "pp": (["2"], "pp", 2),
     "cp": (["2"], "cp", 2),
+    "ep": (["2"], "ep", 2),
     "attention": (["math"], "attention", "math"),
     "compile": ([], "compile", True),
     "device": (["cpu"], "device", "cpu"),

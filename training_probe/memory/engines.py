@@ -253,14 +253,17 @@ def _ddp(rank: Rank) -> Iterator[Moment]:
 def _fsdp2(rank: Rank) -> Iterator[Moment]:
     """fully_shard on each layer and on the root, which holds embeddings, last norm and head. What is trained
     is fp32, beside a frozen model bf16; gradients are reduced in fp32. With TP each rank has a part of every
-    layer, which is what is sharded and gathered; with HSDP each replica is sharded by itself."""
+    layer, which is what is sharded and gathered; with HSDP each replica is sharded by itself. With EP a rank gathers
+    its own experts alone."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable, root = counts.trainable, (1 if rank.spec.tied else 2) * counts.embedding
     width = _fsdp2_bytes(rank)  # bytes of a trained weight, its gradient and each moment
+    everywhere, in_layer = _experts_elsewhere(rank)
     kahan = rank.cell.states == "bf16-kahan"
     # packed, four weights are as large as one of bf16
-    whole = counts.total - counts.four_bit * 3 // 4
-    layer = counts.layer - counts.four_bit // rank.spec.layers * 3 // 4
+    whole = counts.total - counts.four_bit * 3 // 4 - everywhere
+    layer = counts.layer - counts.four_bit // rank.spec.layers * 3 // 4 - in_layer
+    layer_trainable = counts.layer_trainable - in_layer
     held = [*libraries(rank), *four_bit(rank, ranks), *reference(rank, ranks)]
     gradients = []
     if not offload:
@@ -280,13 +283,11 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     last = product("gathered parameters", 2, root + layer, "of the root and a layer")
     before = gradients if rank.accumulates else []
     root_trains = 0 if rank.method.adapter else root
-    own = product("layer's gradients", 2, counts.layer_trainable, "trainable of a layer, not yet divided")
-    reduced = product("buckets", 4, counts.layer_trainable, "trainable of a layer, fp32, to be reduced")
+    own = product("layer's gradients", 2, layer_trainable, "trainable of a layer, not yet divided")
+    reduced = product("buckets", 4, layer_trainable, "trainable of a layer, fp32, to be reduced")
     if rank.cell.states != "fp32":  # an fp32 gradient is where it was reduced to
         into = 4 + 4 / ranks
-        reduced = product(
-            "buckets", into, counts.layer_trainable, "trainable of a layer, fp32, to be reduced and reduced"
-        )
+        reduced = product("buckets", into, layer_trainable, "trainable of a layer, fp32, to be reduced and reduced")
     head = product(
         "head's gradient", 2, min(root_trains, counts.embedding), "elements, kept until the root's are reduced"
     )
@@ -301,6 +302,19 @@ def _fsdp2(rank: Rank) -> Iterator[Moment]:
     part = min(-(-counts.largest_trainable // ranks), KAHAN_CHUNK)
     wide = [product("Kahan's sum", KAHAN_BYTES, part, "elements at a time, fp32")] if kahan else []
     yield Moment("optimizer step", (*held, *gradients, *rank.muon(width), *wide))
+
+
+def _experts_elsewhere(rank: Rank) -> tuple[int, int]:
+    """How many parameters of experts other ranks of an expert-parallel group have, which this one never gathers: of all
+    layers, and of the one that has most."""
+    hidden, away = rank.spec.hidden, []
+    for kind in rank.spec.kinds:
+        mlp, here = kind.mlp, kind.mlp.experts // rank.cell.ep
+        own = 0
+        if mlp.experts > 1:
+            own = sum(count(hidden, mlp.experts) - count(hidden, here) for count in (mlp.weights, mlp.others))
+        away.append((kind.count * own, own))
+    return sum(every for every, _ in away), max(own for _, own in away)
 
 
 def _fsdp2_bytes(rank: Rank) -> int:

@@ -350,6 +350,8 @@ def _transient(cell: Cell, spec: ModelSpec, kind: Layers) -> float:
     if mlp.experts > 1:
         wide = (mlp.experts if _operators(spec).every_expert else mlp.active) * mlp.width + mlp.shared
     gradients = 4.0 * wide / cell.tp + 4 * spec.hidden
+    if cell.ep > 1 and mlp.experts > 1:  # rows as they are sent to the ranks of their experts, and as they come
+        gradients += 4.0 * mlp.active * spec.hidden
     if cell.wide_inputs and not _OF_MLP.isdisjoint(adapted_linears(cell, spec, kind)):
         gradients += (12.0 if cell.dora else 4.0) * wide  # an fp32 gradient more; of each of what DoRA sums
     freed = 8.0 * wide / cell.tp

@@ -108,7 +108,7 @@ def _is_of(line: Line, result: CellResult) -> bool:
     row = line.leading
     searched = bool(result.search) or result.batch_size is None
     cell = (result.task, result.engine, result.method, result.seq_len, paper.model_name(result.model))
-    sizes = result.grad_accum == result.tp == result.pp == result.cp == 1
+    sizes = result.grad_accum == result.tp == result.pp == result.cp == result.ep == 1
     plain = sizes and not result.compile and set(beyond_letters(result)) <= {"fp32-adapters"}  # the paper does not say
     return (
         cell == (row.task, row.engine, row.method, row.seq_len, row.model)
@@ -295,7 +295,7 @@ def _gb_per_s(size_bytes: int | None, seconds: float | None) -> float | None:
 
 def engine(result: CellResult) -> str:
     """The engine, and what of its settings is not the usual."""
-    sizes = (("tp", result.tp), ("pp", result.pp), ("cp", result.cp), ("ga", result.grad_accum))
+    sizes = (("tp", result.tp), ("pp", result.pp), ("cp", result.cp), ("ep", result.ep), ("ga", result.grad_accum))
     settings = [f"{name}{size}" for name, size in sizes if size > 1]
     settings += ["math"] if result.attention == "math" else []
     settings += ["compile"] if result.compile else []
@@ -307,7 +307,7 @@ def engine(result: CellResult) -> str:
 
 CSV_FIELDS = (
     "table", "platform", "gpus", "device", "model", "task", "engine", "method", "label", "attention", "batch_size",
-    "seq_len", "grad_accum", "tp", "pp", "cp", "compile", "outcome", "valid", "tokens_per_s", "tokens_per_s_std",
+    "seq_len", "grad_accum", "tp", "pp", "cp", "ep", "compile", "outcome", "valid", "tokens_per_s", "tokens_per_s_std",
     "tokens_per_s_per_gpu", "ratio_per_gpu", "runs", "mfu_ratio", "hfu_ratio", "step_ms", "forward_ms", "backward_ms",
     "optimizer_ms", "predicted_memory_gb", "peak_memory_gb", "peak_reserved_gb", "energy_j_per_token", "note",
     "lengths", "packing", "padding_ratio", "first_step_ms", "checkpoint_bytes", "checkpoint_save_s",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from training_probe import own_deepspeed, trials
 from training_probe.protocol import CLIP_NORM, Trial, Unsupported
+from training_probe.worker import experts, optimizers, packed, preference, ring, sharding
 from training_probe.worker import model as models
-from training_probe.worker import optimizers, packed, preference, ring, sharding
 from training_probe.worker.batches import Inputs
 from training_probe.worker.measure import Stepper
 
@@ -241,6 +241,7 @@ class Fsdp2(_Torch):
         self._cell = cell = trial.cell
         mesh = sharding.mesh_of(cell, device)
         self._part = ring.Part(cell, device) if cell.cp > 1 else None
+        exchange = experts.Exchange(cell, device) if cell.ep > 1 else None
         with torch.device("meta"):
             built = models.build(trial)
             model = models.adapt(packed.put_in(built, cell) if cell.letters.four_bit else built, trial)
@@ -260,6 +261,8 @@ class Fsdp2(_Torch):
             sharding.parallelize(model, models.decoder(model), mesh["tp"])
             model.tie_weights()
         _compile_layers(model, trial)
+        if exchange is not None:
+            exchange.divide(models.decoder(model).layers, **policy, reshard_after_forward=cell.letters.zero == 3)
         for layer in models.decoder(model).layers:
             fully_shard(layer, **policy, reshard_after_forward=cell.letters.zero == 3)
         fully_shard(model, **policy, reshard_after_forward=False)  # the backward pass begins with what it holds

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from training_probe.grid import EXPERTS_ADAPTED, LORA_TARGETS, OF_EXPERTS, PROMPT_TOKENS, Cell
 from training_probe.protocol import Trial, Unsupported
-from training_probe.worker import batches, layers, loss, offload, ring
+from training_probe.worker import batches, experts, layers, loss, offload, ring
 
 STD = 0.02
 MAGNITUDE = ".lora_magnitude_vector.default."  # in the name of what DoRA multiplies with
@@ -52,7 +52,8 @@ def construct(trial: Trial) -> nn.Module:
     config = _config(trial)
     text = config.get_text_config()
     text.use_cache, text.pad_token_id = False, None  # ids are random, none of them is padding
-    model = of_text(config, dtype=torch.bfloat16, attn_implementation=_attention(trial))
+    more = {} if cell.ep == 1 else {"experts_implementation": experts.NAME}
+    model = of_text(config, dtype=torch.bfloat16, attn_implementation=_attention(trial), **more)
     model.train()
     if cell.loss != "plain":
         loss.join_head(model, cell)

@@ -104,6 +104,26 @@ def test_a_rank_of_a_ring_has_its_part_of_each_sequence() -> None:
     assert layer.kept == S / 4 * (26 * H + 8 * F + 4 * 32 + 8)  # what the ring puts together is copied: 2 H more
 
 
+def test_a_rank_of_an_exchange_gathers_its_own_experts_alone() -> None:
+    """And keeps its part of all states; rows to and from other ranks are in the working set."""
+    mixtral, tokens = spec("mixtral-8x7b"), S
+    by_ep = {ep: predict(asked("F+Z3", gpus=8, ep=ep, model="mixtral-8x7b"), mixtral) for ep in (1, 2, 4, 8)}
+    experts, table = 3 * 4096 * 14336, 2 * 32000 * 4096
+    gathered = {ep: term(each, "loss", "gathered parameters") for ep, each in by_ep.items()}
+    for ep, parameters in gathered.items():
+        assert gathered[1] - parameters == 2 * 2 * (8 - 8 // ep) * experts
+    others = 4096 * (2 * 4096 + 2 * 1024 + 2 + 8)  # attention, norms, router
+    assert gathered[8] == 2 * (table + 2 * (others + experts))
+    for name, most in (("layer's gradients", 2), ("buckets", 4)):
+        each = {ep: term(found, "first reduction", name) for ep, found in by_ep.items()}
+        assert each[1] - each[8] == most * 7 * experts
+    working = {ep: term(each, "backward, first layer", "working set") for ep, each in by_ep.items()}
+    assert working[2] - working[1] == tokens * 4 * 2 * 4096 and len({working[ep] for ep in (2, 4, 8)}) == 1
+    assert len({term(each, "optimizer step", "optimizer states") for each in by_ep.values()}) == 1
+    peaks = [each.peak_bytes for each in by_ep.values()]
+    assert peaks == sorted(peaks, reverse=True)
+
+
 def test_packed_weights_are_divided_and_their_scales_are_not() -> None:
     """QLoRA of 70B on two cards of 24 GB: packed weights fit, and what is gathered is a quarter of bf16's."""
     large, linears = spec("70b"), 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
