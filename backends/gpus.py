@@ -231,7 +231,7 @@ def decide_p2p(mode: P2pMode, inventory: Inventory, chosen: Sequence[int]) -> P2
     return P2pDecision(True, "every pair reports P2P" + (" over NVLink" if linked else ""))
 
 
-class Probe:
+class GpuProbe:
     """Reads memory, power, utilization and energy of some GPUs (indices), again and again. Never raises: without NVML,
     or for a GPU that is not there or has been lost, every value is None."""
 

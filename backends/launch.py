@@ -1,8 +1,8 @@
 """What it takes to start a server, as values: a backend says what its server needs, a launcher starts it.
 
 Nothing here touches a process, a container or a file. The two launchers (docker.py and process.py) take
-a `Start` and give a `Running`; the adapters in the backend files turn `Settings`, the same words for every server, into
-arguments.
+a `ServerSpec` and give a `Running`; the adapters in the backend files turn `ServerSettings`, the same words for every
+server, into arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LaunchError(FailedError):
         self.log = log
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a server is to run, in the same words for all, so that runs on different servers are comparable.
 
     model: where the server finds it, a Hugging Face id or a directory as the server sees it. served_name: the name that
@@ -84,14 +84,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_servers: int | None = None
 
 
-def check_memory_ratio(name: str, settings: Settings, instead: float) -> None:
+def check_memory_ratio(name: str, settings: ServerSettings, instead: float) -> None:
     """For a server that needs memory of the GPU besides its share. Raises LaunchError where it is to take all of it."""
     if settings.memory_ratio >= 1:
         raise LaunchError(f"{name} takes no --memory-ratio of 1; give less, such as {instead:g}.")
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter makes of Settings: arguments and environment of its server, and files to be in `config_dir`.
+    """What an adapter makes of ServerSettings: arguments and environment of its server, and files for `config_dir`.
     module: of an installed server, what its interpreter is given in place of the rest of `process_command`."""
 
     arguments: tuple[str, ...]
@@ -171,7 +171,7 @@ COMMON_FAILURES = (
 
 class Profiler(msgspec.Struct, frozen=True, kw_only=True):
     """How a server's own torch.profiler is started and stopped while it serves: method and path. It leaves one Chrome
-    trace a GPU in `Settings.trace_dir`. note: what its user should know, one sentence."""
+    trace a GPU in `ServerSettings.trace_dir`. note: what its user should know, one sentence."""
 
     start: tuple[str, str]
     stop: tuple[str, str]
@@ -192,7 +192,7 @@ class Adapter:
     serves it with the same arguments: run where `process_command` is not on the PATH, or an interpreter is named.
     needs_gpu: it does not run on a CPU. model_file: a model is one file whose name ends so. random_weights: writes such
     a file for --dummy-weights. ready_paths: the first of them that the server knows answers 200 when it can serve.
-    usual_running: its own --max-running, where the option's default does not suit it. takes: those of Settings' dp and
+    usual_running: its own --max-running, where the option's default does not suit it. takes: those of dp and
     api_servers that it can be told.
     """
 
@@ -209,7 +209,7 @@ class Adapter:
     quantizations: Mapping[str, str] = field(default_factory=dict)
     kv_cache_dtypes: Mapping[str, str] = field(default_factory=dict)
     overlays: Mapping[str, Callable[[bytes | None], bytes]] = field(default_factory=dict)
-    invoke: Callable[[Settings], Invocation]
+    invoke: Callable[[ServerSettings], Invocation]
     failures: tuple[Failure, ...] = ()
     capacity: str | None = None
     profiler: Profiler | None = None
@@ -231,7 +231,7 @@ class Mount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ServerSpec:
     """One server to be started, in full. `port` is the server's own; a container's is published on 127.0.0.1 at
     `host_port` (None: any free one). `gpu_ids`: NVML indices as strings; empty: none; None: not known. `secrets`:
     names of variables of our environment whose values the server gets, never written or logged. `log`: where its output
@@ -283,16 +283,16 @@ class Launcher(Protocol):
 
     NAME: str
 
-    def place(self, start: Start, /) -> str:
+    def place(self, start: ServerSpec, /) -> str:
         """Where the server is to run, for a person."""
 
     def environment(self) -> dict[str, str]:
         """The server's share of our own environment that decides how it runs on GPUs, for a manifest; no secrets."""
 
-    def command_line(self, start: Start, /) -> list[str]:
+    def command_line(self, start: ServerSpec, /) -> list[str]:
         """The command that starts the same server by hand; secrets appear by name only."""
 
-    def start(self, start: Start, say: Callable[[str], None], cancelled: threading.Event, /) -> Running:
+    def start(self, start: ServerSpec, say: Callable[[str], None], cancelled: threading.Event, /) -> Running:
         """Starts the server and returns before it can serve; `say` gets a sentence for a person now and then. Raises
         LaunchError, with nothing left behind, also when `cancelled` is set meanwhile."""
 

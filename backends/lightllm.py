@@ -24,7 +24,7 @@ from backends.launch import (
     Invocation,
     LaunchError,
     Profiler,
-    Settings,
+    ServerSettings,
     check_memory_ratio,
 )
 from backends.protocol import TOKEN, Backend, Decoder, Delta, HttpRequest, Kept, Prompt, ProtocolError, Sampling
@@ -149,7 +149,7 @@ h2_max_concurrent_streams = 2147483647
 _NEWEST = (1, 2)
 
 
-def invoke(settings: Settings) -> Invocation:
+def invoke(settings: ServerSettings) -> Invocation:
     """Arguments of `python -m lightllm.server.api_server`.
 
     `running_max_req_size` bounds the batch and the requests that are let in: what is beyond it waits in a loop of

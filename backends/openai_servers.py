@@ -11,7 +11,7 @@ import json
 from functools import partial
 
 from backends.identity import PATHS, read_unlike
-from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, Settings, check_memory_ratio
+from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, ServerSettings, check_memory_ratio
 from backends.openai import decoder, request
 from backends.protocol import Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -26,7 +26,7 @@ def encode(model: str, prompt: Prompt, sampling: Sampling) -> HttpRequest:
     return request("/v1/completions", model, sampling, prompt=asked)
 
 
-def invoke_trtllm(settings: Settings) -> Invocation:
+def invoke_trtllm(settings: ServerSettings) -> Invocation:
     """Arguments of `trtllm-serve`, and the file with what has no flag. Raises LaunchError.
 
     Its memory ratio is of what is free once the weights are loaded, not of the whole GPU as with the others, so the KV
@@ -67,7 +67,7 @@ def invoke_trtllm(settings: Settings) -> Invocation:
     )
 
 
-def invoke_lmdeploy(settings: Settings) -> Invocation:
+def invoke_lmdeploy(settings: ServerSettings) -> Invocation:
     """Arguments of `lmdeploy serve api_server`. Its memory ratio is of what is free once the weights are loaded."""
     check_memory_ratio("lmdeploy", settings, 0.9)
     arguments = [

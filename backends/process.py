@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ != "__main__":  # the supervisor has the standard library only
-    from backends.launch import Exit, LaunchError, Running, Start
+    from backends.launch import Exit, LaunchError, Running, ServerSpec
     from backends.untrusted import writings
 
 NAME = "process"
@@ -56,7 +56,7 @@ def free_port(address: str = "127.0.0.1") -> int:
         return port
 
 
-def place(start: Start) -> str:
+def place(start: ServerSpec) -> str:
     """Where the server is to run, for a person."""
     return "a process"
 
@@ -66,13 +66,13 @@ def environment() -> dict[str, str]:
     return gpu_variables(inherited())
 
 
-def command_line(start: Start) -> list[str]:
+def command_line(start: ServerSpec) -> list[str]:
     """What to type to start the same server by hand; secrets are left to the environment."""
     added = (f"{name}={value}" for name, value in _added(start).items() if name not in start.secrets)
     return ["env", *added, *start.argv]
 
 
-def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Running:
+def start(start: ServerSpec, say: Callable[[str], None], cancelled: threading.Event) -> Running:
     """Starts the server; it listens on `start.port` by what its argv says. Raises LaunchError.
 
     It gets our environment and `start.env`, and sees the GPUs of `start.gpu_ids` and no other. Returns as soon as the
@@ -100,7 +100,7 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
     return running
 
 
-def _added(start: Start) -> dict[str, str]:
+def _added(start: ServerSpec) -> dict[str, str]:
     """What the server's environment has besides ours."""
     return dict(start.env) | ({} if start.gpu_ids is None else visible(start.gpu_ids))
 
@@ -124,7 +124,7 @@ def gpu_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _environment(start: Start) -> dict[str, str]:
+def _environment(start: ServerSpec) -> dict[str, str]:
     """All of the server's environment. What is installed beside its interpreter comes first on the PATH, as after the
     activation of a virtual environment: LightLLM starts its HTTP server by name."""
     env = inherited() | _added(start)
@@ -173,7 +173,7 @@ class _Supervised:
     urls: Sequence[str]
     facts: Mapping[str, Any]
 
-    def __init__(self, start: Start, log: int) -> None:
+    def __init__(self, start: ServerSpec, log: int) -> None:
         env = _environment(start)
         self.log = start.log
         self._secrets = writings(env[name] for name in (*start.secrets, *_TOKENS) if env.get(name))

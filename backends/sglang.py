@@ -25,7 +25,7 @@ from backends.launch import (
     Failure,
     Invocation,
     Profiler,
-    Settings,
+    ServerSettings,
     check_memory_ratio,
 )
 from backends.protocol import (
@@ -229,7 +229,7 @@ _NEW_GRAPH_FLAGS = (0, 5, 17)
 _NO_GRPC_UNASKED = (0, 5, 16)
 
 
-def invoke(settings: Settings) -> Invocation:
+def invoke(settings: ServerSettings) -> Invocation:
     """Arguments of `python -m sglang.launch_server`. Raises LaunchError.
 
     Sampling defaults from the model's directory are off: they would change the work between runs. Its own /health is a

@@ -22,7 +22,7 @@ from backends.launch import (
     Adapter,
     Failure,
     Invocation,
-    Settings,
+    ServerSettings,
     check_memory_ratio,
 )
 from backends.protocol import (
@@ -148,7 +148,7 @@ def _graph_batches(largest: int) -> str:
     return ",".join(map(str, sorted({2**power for power in range(largest.bit_length())} | {largest})))
 
 
-def invoke(settings: Settings) -> Invocation:
+def invoke(settings: ServerSettings) -> Invocation:
     """Arguments of `text-generation-launcher`.
 
     `--num-shard` always: else it takes every GPU it sees. `--max-concurrent-requests` (128) refuses what is beyond it.

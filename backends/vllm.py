@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from backends.identity import PATHS, read_as, settings_of
-from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Profiler, Settings
+from backends.launch import WITHOUT_P2P, Adapter, Failure, Invocation, LaunchError, Profiler, ServerSettings
 from backends.openai import decoder, request
 from backends.protocol import Account, Backend, HttpRequest, Prompt, Sampling
 from backends.replies import error_message
@@ -53,7 +53,7 @@ def tokens_error(status: int, body: bytes) -> str:
     return f"{message}: vLLM streams {TOKENS_ROUTE} from 0.20 on, and from 0.30 on only with --enable-scale-out"
 
 
-def invoke_tokens(settings: Settings) -> Invocation:
+def invoke_tokens(settings: ServerSettings) -> Invocation:
     """Raises LaunchError."""
     if settings.version is not None and settings.version < TOKENS_SINCE:
         raise LaunchError(
@@ -66,7 +66,7 @@ def invoke_tokens(settings: Settings) -> Invocation:
     return msgspec.structs.replace(invocation, arguments=("--enable-scale-out", *invocation.arguments))
 
 
-def invoke(settings: Settings) -> Invocation:
+def invoke(settings: ServerSettings) -> Invocation:
     """Arguments of `vllm serve`, which `python -m vllm.entrypoints.openai.api_server` takes as well.
 
     Sampling defaults from the model's directory are off: they would change the work between runs. `--model` rather than
@@ -127,7 +127,7 @@ def invoke(settings: Settings) -> Invocation:
     return Invocation(arguments=(*arguments, *settings.extra), module=SERVE if several else (), env=env)
 
 
-def _several(settings: Settings) -> list[str]:
+def _several(settings: ServerSettings) -> list[str]:
     """Its flags for replicas of the model and for several API servers. Raises LaunchError."""
     if settings.dp == 1 and settings.api_servers is None:
         return []

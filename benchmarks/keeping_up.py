@@ -46,7 +46,7 @@ from loadgen.steady.keeping_up import Flow, judge
 from loadgen.steady.window import Estimate, Stamps
 from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import Arrival, simulate_sessions
+from servers.simulator.virtual import ArrivingRequest, simulate_sessions
 from tests.loadgen.steady import queues
 
 RHOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.5)
@@ -225,7 +225,7 @@ def whole(loop: queues.Batches, run: int, seen: Stamps, measured: int) -> tuple[
     p99_s = float(np.quantile(waits_s, 0.99))
     if not measured:
         return float(loop.tokens[run].sum() / loop.done_s[run].max()), p99_s
-    span = steady.Span(float(loop.sent_s[run, measured]), float(loop.sent_s[run, -1]), 0)
+    span = steady.TimeSpan(float(loop.sent_s[run, measured]), float(loop.sent_s[run, -1]), 0)
     last_s, tokens = loop.cut(run, seen, span.to_s)
     return steady.spread_rate(seen.first_s, last_s, tokens, span).value, p99_s
 
@@ -357,7 +357,7 @@ def conversation(slower: float, run: int) -> list[tuple[int, float, float, float
     turns, shapes, gaps_s = load.turns(), load.shapes(), np.random.default_rng(seed).exponential(1 / per_s, count)
     assert turns is not None
     begins_s = np.repeat(np.cumsum(gaps_s) / slower, TURNS).tolist()
-    arrivals = [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(begins_s)]
+    arrivals = [ArrivingRequest(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(begins_s)]
     ended = sorted(simulate_sessions(emulated, arrivals, turns), key=lambda each: each.sent_s)
     return [(len(each.times_s), each.sent_s, each.times_s[0], each.times_s[-1]) for each in ended]
 

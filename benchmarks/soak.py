@@ -218,7 +218,7 @@ def _percentiles_ms(values_ns: NDArray[np.int64]) -> dict[str, float]:
     return {"n": len(values_ns), **named, "max": float(values_ns.max()) / 1e6}
 
 
-def lags(table: records.Table, watch: Watch, t0_ns: int, window_s: float) -> dict[str, Any]:
+def lags(table: records.RequestTable, watch: Watch, t0_ns: int, window_s: float) -> dict[str, Any]:
     """Lags in the first and the last window of the schedule: of sends, of first tokens (behind 20 ms), of the machine's
     own timers."""
     window_ns = int(window_s * 1e9)
@@ -237,7 +237,7 @@ def lags(table: records.Table, watch: Watch, t0_ns: int, window_s: float) -> dic
     return found
 
 
-def most_in_flight(table: records.Table) -> int:
+def most_in_flight(table: records.RequestTable) -> int:
     """At any time, of the requests that were sent and ended."""
     whole = (table.sent_ns >= 0) & (table.done_ns >= 0)
     times = np.concatenate((table.sent_ns[whole], table.done_ns[whole]))

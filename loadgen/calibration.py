@@ -27,7 +27,7 @@ from loadgen.client.limits import OPEN_FILES_BESIDES
 from loadgen.load.lengths import fixed
 from loadgen.load.load import Load, Streams
 from loadgen.load.request_body import BodyEdits
-from loadgen.plan import Plan, PromptSource
+from loadgen.plan import ClientPlan, PromptSource
 from loadgen.rundir import Ceiling, records
 from loadgen.server import embedded
 from loadgen.target import Target
@@ -56,7 +56,7 @@ class _Shape(NamedTuple):
         return cls(streams, min(max(streams, CALIBRATION_EVENTS // tokens), 8 * streams), prompt_tokens, tokens)
 
 
-async def calibrate(plan: Plan) -> Ceiling | None:
+async def calibrate(plan: ClientPlan) -> Ceiling | None:
     """The client's cost in the plan's shape, as kept or measured now; None where no embedded server speaks the plan's
     protocol, or too few events arrived. Raises EmbeddedError or TransportError."""
     dialect = embedded.DIALECTS.get(plan.backend)
@@ -72,7 +72,7 @@ async def calibrate(plan: Plan) -> Ceiling | None:
     return measured
 
 
-def _name(plan: Plan, shape: _Shape) -> str:
+def _name(plan: ClientPlan, shape: _Shape) -> str:
     """Of a ceiling: all that it hangs on."""
     boot = ""
     with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def _keep(name: str, measured: Ceiling) -> None:
         rundir.replace(path, msgspec.json.encode(dict(kept)), mode=0o600)
 
 
-async def _measure(plan: Plan, dialect: str, shape: _Shape) -> Ceiling | None:
+async def _measure(plan: ClientPlan, dialect: str, shape: _Shape) -> Ceiling | None:
     load, (streams, requests, prompt_tokens, tokens) = plan.job.load, shape
     itl_ms = max(1.0, streams * 1000 / CALIBRATION_EVENTS)
     with tempfile.TemporaryDirectory(prefix="loadgen-calibrate-") as scratch:

@@ -28,7 +28,7 @@ from loadgen.terminal import result_line, say, say_error
 if TYPE_CHECKING:
     from cyclopts.config import Dict
 
-    from loadgen.breakdown.tables import Breakdown
+    from loadgen.breakdown.tables import StepBreakdown
     from loadgen.rundir.records import Recorded
 
 MOST_CONFIG_BYTES = 1 << 20
@@ -46,8 +46,8 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     from loadgen import child_env
 
     child_env.load_numpy()
-    from loadgen.event_loop import Stop
-    from loadgen.run import Run, dry_run, run_to_end
+    from loadgen.event_loop import StopSignals
+    from loadgen.run import LoadRun, dry_run, run_to_end
 
     terminal.use(shown)
     config = config or Config()
@@ -56,13 +56,13 @@ def run(config: Annotated[Config | None, Parameter(name="*")] = None, *, shown: 
     if config.dry_run:
         print(dry_run(config, directory, run_id))
         return exit_codes.OK
-    one_run = Run(config, directory, run_id, terminal.note)
+    one_run = LoadRun(config, directory, run_id, terminal.note)
     one_run.check()
     repeated = config.repeat > 1
     if repeated:
         from loadgen.report import repeats
         from loadgen.search import repeat
-    with rundir.measuring(directory, private=config.dataset is not None), Stop() as stop:
+    with rundir.measuring(directory, private=config.dataset is not None), StopSignals() as stop:
         one_run.stop = stop
         code = run_to_end(repeat.measure(one_run, _one_of_several) if repeated else one_run.measure())
         if repeated and repeats.is_repeated(directory):
@@ -150,7 +150,7 @@ def _report(directory: Path, convention: ConventionName) -> int:
     return report_sweep(directory)
 
 
-def show_breakdown(directory: Path, breakdown: Breakdown) -> int:
+def show_breakdown(directory: Path, breakdown: StepBreakdown) -> int:
     """Prints it and writes its files; the exit code."""
     from loadgen import summary
     from loadgen.breakdown import page, tables
@@ -414,12 +414,12 @@ def doctor(config: Annotated[DoctorOptions | None, Parameter(name="*")] = None) 
     """
     from loadgen.doctor.examine import examine, render, wire
     from loadgen.event_loop import run_loop
-    from loadgen.run import Run
+    from loadgen.run import LoadRun
 
     settings = config or Config()
     checks = examine(settings)
     if settings.url is not None:
-        run = Run(settings, Path(), "doctor", lambda line: None)
+        run = LoadRun(settings, Path(), "doctor", lambda line: None)
         checks.append(wire(lambda: run_loop(run.wire())))
     print(render(checks))
     return exit_codes.FAILED if any(check.state == "problem" for check in checks) else exit_codes.OK
@@ -454,7 +454,7 @@ def export(
     """
     import threading
 
-    from loadgen.event_loop import Stop
+    from loadgen.event_loop import StopSignals
     from loadgen.monitor.exporter import Exporter, address, serve
 
     if not keep_days > 0:
@@ -468,7 +468,7 @@ def export(
         check_listen(host)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server, Stop() as stop:
+    with serve(Exporter(runs_directory, keep_days * 86400), host, port) as server, StopSignals() as stop:
         # `shutdown` waits for the end of `serve_forever`, which goes on in this thread when the handler has returned.
         stop.on_signal(threading.Thread(target=server.shutdown, daemon=True).start)
         say(f"metrics of the runs in {runs_directory}/: http://{address(host, server.server_port)}/metrics")

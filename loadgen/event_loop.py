@@ -31,7 +31,7 @@ def run_loop(main: Any) -> Any:
         return runner.run(main)
 
 
-class Stop:
+class StopSignals:
     """Within its block, the signals that end a program in good order: Ctrl-C, `kill`, and a terminal that is gone,
     unless `nohup` says that the program is to outlive it.
 

@@ -26,7 +26,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """`name` is what requests call it. `hf_id`: None for a directory. `directory`: where it lies on this host, if it
     does (weights included unless `has_weights` is false); a GGUF file is that itself. `spec`: None where it is not
     known how large it is, and `unknown` says why, in a clause. `max_position`: tokens of the longest sequence that it
@@ -92,14 +92,14 @@ def lend_token() -> None:
         os.environ["HF_TOKEN"] = token
 
 
-def find(name: str) -> Model:
+def find(name: str) -> ServedModel:
     """The model of that name, id or path; a server may have sent it. Raises ConfigError for what is none of them."""
     path = os.path.expanduser(name)  # noqa: PTH111  Path's own may raise
     if os.path.isdir(path):  # noqa: PTH112  Path's own raises for a name that no file can have
         return _directory(Path(path))
     if os.path.isfile(path) and path.endswith(GGUF):  # noqa: PTH113  as above
         unknown = "it is a GGUF file, of which nothing is read here"
-        return Model(Path(path).stem, None, Path(path).resolve(), None, has_weights=True, unknown=unknown)
+        return ServedModel(Path(path).stem, None, Path(path).resolve(), None, has_weights=True, unknown=unknown)
     if path.endswith(GGUF):
         raise ConfigError(f"there is no file '{name}'; give the path of a GGUF file that is there.")
     spec = catalog.find(name)
@@ -132,7 +132,7 @@ def names(name: str) -> set[str]:
     return {called for called in (model.name, model.hf_id) if called is not None}
 
 
-def _directory(path: Path) -> Model:
+def _directory(path: Path) -> ServedModel:
     """It is called as the user calls it; where it lies is where links lead to."""
     name, path = Path(os.path.abspath(path)).name, path.resolve()  # noqa: PTH100  ".." has a name, links keep theirs
     if not (path / "config.json").is_file():
@@ -140,21 +140,21 @@ def _directory(path: Path) -> Model:
     config, flaw = _read_config(path)
     spec, unknown, flaw = _spec(name, config, flaw)
     spec = None if spec is None else dataclasses.replace(spec, hf_id=str(path))
-    return Model(name, None, path, spec, _has_weights(path), _max_position(config), unknown, config, flaw)
+    return ServedModel(name, None, path, spec, _has_weights(path), _max_position(config), unknown, config, flaw)
 
 
-def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> Model:
+def _from_hub(name: str, hf_id: str, spec: ModelSpec | None) -> ServedModel:
     directory = _snapshot(hf_id)
     limit = spec.max_position if spec is not None else None
     if directory is None:
         advice = f"its config.json is not on this machine; `hf download {hf_id} config.json`, or name a directory"
-        return Model(name, hf_id, None, spec, max_position=limit, unknown="" if spec else advice)
+        return ServedModel(name, hf_id, None, spec, max_position=limit, unknown="" if spec else advice)
     config, flaw = _read_config(directory)
     unknown = ""
     if spec is None:
         spec, unknown, flaw = _spec(hf_id, config, flaw)
     weights, limit = _has_weights(directory), limit or _max_position(config)
-    return Model(name, hf_id, directory, spec, weights, limit, unknown, config, flaw)
+    return ServedModel(name, hf_id, directory, spec, weights, limit, unknown, config, flaw)
 
 
 def _spec(name: str, config: Mapping[str, object], flaw: str) -> tuple[ModelSpec | None, str, str]:

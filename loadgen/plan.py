@@ -21,9 +21,9 @@ from loadgen.config import MOST_TURNS, Config, ConfigError
 from loadgen.load.conversations import Conversations
 from loadgen.load.datasets import Dataset
 from loadgen.load.load import Load
-from loadgen.load.prompts import Text, TokenIds, Workload, tokenizer_count
+from loadgen.load.prompts import RandomText, TokenIds, Workload, tokenizer_count
 from loadgen.load.request_body import BodyEdits
-from loadgen.models import Model
+from loadgen.models import ServedModel
 from loadgen.target import Target
 
 MOST_NAMES = 8  # of a server's models, in a message: routers have hundreds
@@ -56,7 +56,7 @@ class Timeouts(msgspec.Struct, frozen=True):
         return None
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class ClientJob(msgspec.Struct, frozen=True, kw_only=True):
     """What one process sends: its share of the streams in a closed loop, else every `shards`-th request."""
 
     run_id: str
@@ -143,17 +143,17 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
             return held.played(turns)
         if backend.prompt_kind == "token_ids":
             return TokenIds(load) if self.vocab_size is None else TokenIds(load, self.vocab_size)
-        text = Text(load, None if self.tokenizer is None else tokenizer_count(self.tokenizer))
+        text = RandomText(load, None if self.tokenizer is None else tokenizer_count(self.tokenizer))
         text.offset, text.tokens_per_word = self.offset, self.tokens_per_word
         if self.by_bytes:
             text.use_bytes()
         return text
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ClientPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All that a client process needs to know; plain values, so that it can be sent to one."""
 
-    job: Job
+    job: ClientJob
     backend: str
     target: Target
     transport: str
@@ -162,7 +162,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptSource
     quick_acks: bool = False
 
-    def share(self, shard: int, shards: int) -> Plan:
+    def share(self, shard: int, shards: int) -> ClientPlan:
         """The part of one of `shards` processes."""
         return msgspec.structs.replace(self, job=msgspec.structs.replace(self.job, shard=shard, shards=shards))
 
@@ -265,8 +265,8 @@ def _some(names: list[str]) -> str:
 
 
 def plan_run(
-    config: Config, backend: Backend, target: Target, info: ServerInfo, run_id: str, started: Model | None = None
-) -> Plan:
+    config: Config, backend: Backend, target: Target, info: ServerInfo, run_id: str, started: ServedModel | None = None
+) -> ClientPlan:
     """Everything about the run that does not need the network. `started`: the model of a server that loadgen started.
     Raises ConfigError or WorkloadError."""
     _check_drawn(config, backend)
@@ -281,7 +281,7 @@ def plan_run(
         repeat=config.repeat_dataset,
         tokenizer=config.tokenizer or (None if config.dataset is not None else _own_tokenizer(backend, started)),
     )
-    job = Job(
+    job = ClientJob(
         run_id=run_id,
         version=rundir.package_version(),
         model=started.name if started is not None else choose_model(config, backend, info),
@@ -302,7 +302,7 @@ def plan_run(
         body_edits=config.body_edits,
     )
     _check_edits(job, backend)
-    return Plan(
+    return ClientPlan(
         job=job,
         backend=config.kind,
         target=target,
@@ -314,7 +314,7 @@ def plan_run(
     )
 
 
-def _check_edits(job: Job, backend: Backend) -> None:
+def _check_edits(job: ClientJob, backend: Backend) -> None:
     """Fields to be left out that no request has. Raises ConfigError."""
     if job.body_edits.omitted:
         prompt = Prompt(1, [0] if backend.prompt_kind == "token_ids" else None, "a")
@@ -419,7 +419,7 @@ def _requests(config: Config, available: int) -> int | None:
     return available if config.requests is None else config.requests
 
 
-def _own_tokenizer(backend: Backend, started: Model | None) -> str | None:
+def _own_tokenizer(backend: Backend, started: ServedModel | None) -> str | None:
     """The tokenizer of a model that lies on this machine, for servers that take text only."""
     directory = started.directory if started is not None and backend.prompt_kind == "text" else None
     if directory is None or not (directory / "tokenizer.json").is_file() or lacking("tokenizers"):

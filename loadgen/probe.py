@@ -21,9 +21,9 @@ from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.config import ConfigError
 from loadgen.load.images import Images
-from loadgen.load.prompts import ODD_RATIO, ODD_TOKENS, Text
+from loadgen.load.prompts import ODD_RATIO, ODD_TOKENS, RandomText
 from loadgen.load.request_body import advised, refused
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir.emulation import TIMETABLE_PATH, Timetable
 from loadgen.server.embedded import EMULATED_BODY, EMULATED_MARK
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
@@ -136,7 +136,7 @@ def timetable(target: Target) -> Timetable | None:
     return None
 
 
-async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
+async def first_request(plan: ClientPlan, doubt: str = "") -> tuple[ClientPlan, list[str]]:
     """The plan as the server's answers to first requests make it, and notes: text prompts that are exact as the server
     counts them, and the name that it has for the length of a reply. Sends at most two requests, two more where words
     are no tokens of that server, and one more where a field has to have another name; none where there is nothing to
@@ -162,7 +162,7 @@ async def first_request(plan: Plan, doubt: str = "") -> tuple[Plan, list[str]]:
 class _First:
     """First requests of a plan, which their replies may change."""
 
-    def __init__(self, plan: Plan, backend: Backend) -> None:
+    def __init__(self, plan: ClientPlan, backend: Backend) -> None:
         self.plan = plan
         self.notes: list[str] = []
         self.transport = build_transport(plan, backend)
@@ -173,7 +173,7 @@ class _First:
         load, source = self.plan.job.load, self.plan.prompts
         like = msgspec.structs.replace(load, seed=load.seed + 1, batch=None, images=None)
         workload = source.build(self._backend, like, 0)
-        assert isinstance(workload, Text)
+        assert isinstance(workload, RandomText)
         for attempt in range(2):
             prompt = workload.prompt("warmup", 0)
             prompt_tokens = await self.ask(prompt)
@@ -205,7 +205,7 @@ class _First:
             tokens = (exchange.prompt_tokens - prompt.n_tokens) / images.count
             self.notes.append(f"the server counts {tokens:g} tokens for an image of {images.size}")
 
-    async def _fit_words(self, workload: Text, tokens: int) -> None:
+    async def _fit_words(self, workload: RandomText, tokens: int) -> None:
         """Two texts of different lengths tell what a word counts and what the server adds."""
         counts: list[tuple[str, int]] = []
         for words in (max(4, tokens // 2), max(2, tokens // 4)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from loadgen.client.engine import Snapshot
+from loadgen.client.engine import LiveCounters
 from loadgen.steady.live import words
 from loadgen.terminal import note
 
@@ -19,7 +19,7 @@ class ProgressLine:
         self._written_s = time.monotonic()
         self._written = (0.0, 0)  # s since t = 0, and the events until then
 
-    def __call__(self, snapshots: list[Snapshot], drawn: bool, falling_per_s: float | None = None) -> None:
+    def __call__(self, snapshots: list[LiveCounters], drawn: bool, falling_per_s: float | None = None) -> None:
         """drawn: the live view shows it all. falling_per_s: where the server falls behind."""
         events, elapsed_s = sum(each.events for each in snapshots), max(each.elapsed_s for each in snapshots)
         if not drawn and time.monotonic() - self._written_s >= QUIET_EVERY_S:
@@ -29,7 +29,7 @@ class ProgressLine:
             self._written_s, self._written = time.monotonic(), (elapsed_s, events)
 
 
-def line(snapshots: list[Snapshot], events_per_s: float) -> str:
+def line(snapshots: list[LiveCounters], events_per_s: float) -> str:
     """Done of planned, failed, in flight, tokens/s (an event taken for one), the median TTFT of the latest replies."""
     done, failed, in_flight = (sum(getattr(s, key) for s in snapshots) for key in ("done", "failed", "in_flight"))
     plans = [snapshot.planned for snapshot in snapshots]

@@ -28,16 +28,16 @@ from backends.protocol import Account, Backend, HttpRequest, ServerInfo
 from backends.untrusted import masked
 from loadgen import rundir, warmup
 from loadgen.calibration import calibrate
-from loadgen.client.engine import Progress, Send, Snapshot
+from loadgen.client.engine import LiveCounters, Progress, Send
 from loadgen.client.limits import check_workers, make_room, named_workers, sized
 from loadgen.client.workers import sender
 from loadgen.config import Config, ConfigError, from_environment, keys_of_url
-from loadgen.event_loop import Stop, run_loop
+from loadgen.event_loop import StopSignals, run_loop
 from loadgen.load.load import Load
 from loadgen.load.prompts import tokenizer_count
 from loadgen.monitor.messages import Expected, Live, MetricsSource
 from loadgen.monitor.sidecar import Monitor, sidecar
-from loadgen.plan import Plan, plan_run, read_dataset, unkept, unlisted
+from loadgen.plan import ClientPlan, plan_run, read_dataset, unkept, unlisted
 from loadgen.probe import ServerError, account, check_replicas, first_request, identify, timetable
 from loadgen.progress import ProgressLine
 from loadgen.rundir import Ceiling, Manifest, WireFacts, records
@@ -48,7 +48,7 @@ from loadgen.server.placement import chosen
 from loadgen.steady.live import Falling, words
 from loadgen.target import Target, TransportError
 from loadgen.terminal import say, say_error
-from loadgen.wire import Wire, measure
+from loadgen.wire import ObservedWire, measure
 
 if TYPE_CHECKING:  # most runs start no server and use no cluster: what these stand on is imported where it is used
     from loadgen.cluster.fleet import Fleet
@@ -83,14 +83,14 @@ class Served:
 
 
 @dataclass
-class Run:
+class LoadRun:
     """One run in `directory`, which exists. Every step raises the errors of its parts, each one sentence."""
 
     config: Config
     directory: Path
     run_id: str
     say: Say
-    stop: Stop = field(default_factory=Stop)  # whose signals end the run in good order
+    stop: StopSignals = field(default_factory=StopSignals)  # whose signals end the run in good order
     measures_wire: bool = True
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Run:
             served.fleet.processes(self.config, plan)
             await served.fleet.agree(plan)
         ceiling = await self.ceiling(plan, served.fleet)
-        wire = Wire()
+        wire = ObservedWire()
         if self.config.warmup and self.measures_wire and served.fleet is None:
             wire = await measure(plan, self.say)
         self._decide_processes(plan, served, ceiling, wire.pace_ms)
@@ -240,7 +240,7 @@ class Run:
             self.say(f"{self.backend.name} is ready after {server.ready_s:.0f} s")
             yield server
 
-    async def plan(self, served: Served) -> Plan:
+    async def plan(self, served: Served) -> ClientPlan:
         """Asks the server what it is, and plans the load for it: the machine has room for that many streams, and text
         prompts are exact as the server counts them."""
         named = self.config.model is not None
@@ -280,7 +280,7 @@ class Run:
         """What the wire to the server that --url names adds, without a load. Raises the errors of `plan`."""
         return (await measure(await self.plan(Served(self.target)), self.say)).facts
 
-    async def ceiling(self, plan: Plan, fleet: Fleet | None = None) -> Ceiling | None:
+    async def ceiling(self, plan: ClientPlan, fleet: Fleet | None = None) -> Ceiling | None:
         """The client's own ceiling for this load, unless --no-calibrate; of several machines the slowest's."""
         if not self.config.calibrate:
             return None
@@ -296,7 +296,7 @@ class Run:
         return ceiling
 
     def write_manifest(
-        self, plan: Plan, served: Served, ceiling: Ceiling | None = None, wire: WireFacts | None = None
+        self, plan: ClientPlan, served: Served, ceiling: Ceiling | None = None, wire: WireFacts | None = None
     ) -> None:
         """Writes what is measured on what, before anything is sent."""
         manifest = Manifest(
@@ -329,7 +329,9 @@ class Run:
         )
         rundir.write_manifest(self.directory, manifest)
 
-    def _decide_processes(self, plan: Plan, served: Served, ceiling: Ceiling | None, pace_ms: float | None) -> None:
+    def _decide_processes(
+        self, plan: ClientPlan, served: Served, ceiling: Ceiling | None, pace_ms: float | None
+    ) -> None:
         """How many client processes send, of all machines together."""
         named = named_workers(self.config, plan)
         if served.fleet is not None:
@@ -345,7 +347,7 @@ class Run:
     def _sender(self, served: Served) -> Send:
         return sender(self._processes) if served.fleet is None else served.fleet.play
 
-    async def _send(self, plan: Plan, served: Served, monitor: Monitor, watch: Progress | None) -> None:
+    async def _send(self, plan: ClientPlan, served: Served, monitor: Monitor, watch: Progress | None) -> None:
         """Sends the load and leaves the records, watched from beside."""
         if self.config.server_metrics:
             source = MetricsSource.of(served.target, self.backend, self.config.replicas)
@@ -373,7 +375,7 @@ class Run:
         line, remote = ProgressLine(), served.fleet is not None
         falling = Falling("" if load.in_sessions else load.when)
 
-        def watched(clients: list[Snapshot]) -> None:
+        def watched(clients: list[LiveCounters]) -> None:
             if watch is not None:
                 watch(clients)
             if clients:  # else no worker has reported anything yet
@@ -423,15 +425,17 @@ class NextRun:
     """One of several runs on one server. over: called in a thread when it was measured. watch: is given the clients'
     snapshots."""
 
-    run: Run
+    run: LoadRun
     over: Callable[[], object]
     watch: Progress | None = None
 
 
-async def measure_each(whole: Run, runs: Callable[[Served], AsyncGenerator[NextRun, None]], when: str = BEFORE) -> None:
+async def measure_each(
+    whole: LoadRun, runs: Callable[[Served], AsyncGenerator[NextRun, None]], when: str = BEFORE
+) -> None:
     """One run after another on one start of the server of `whole`; `runs` is asked for the next one when the one before
-    is over. A signal ends the run that it meets in good order, and no other begins. Raises as `Run.measure` does; the
-    runs before are kept."""
+    is over. A signal ends the run that it meets in good order, and no other begins. Raises as `LoadRun.measure` does;
+    the runs before are kept."""
     with stoppable(whole.stop, when):
         async with whole.served() as served, contextlib.aclosing(runs(served)) as following:
             while whole.stop.number is None:
@@ -476,7 +480,7 @@ def run_to_end(measuring: Coroutine[object, object, None], began: Callable[[], b
 
 
 @contextlib.contextmanager
-def stoppable(stop: Stop, when: str = BEFORE) -> Iterator[None]:
+def stoppable(stop: StopSignals, when: str = BEFORE) -> Iterator[None]:
     """A signal ends the block, and what was started is taken back; during the load of a run the signals are the
     clients' own. Raises Stopped, which says `when` that was."""
     task = asyncio.current_task()
@@ -491,8 +495,8 @@ def stoppable(stop: Stop, when: str = BEFORE) -> Iterator[None]:
 
 
 def dry_run(config: Config, directory: Path, run_id: str) -> str:
-    """What a run would start and send first, as text; nothing is started or sent and no file written. Raises as `Run`
-    does."""
+    """What a run would start and send first, as text; nothing is started or sent and no file written. Raises as
+    `LoadRun` does."""
     if config.url is not None:
         return _first_request_to(config, run_id)
     from loadgen.server.launch import plan_launch
@@ -526,7 +530,7 @@ def _first_request_to(config: Config, run_id: str) -> str:
     return masked(f"# the first request, to {place}; nothing was sent\n\n{sent}")
 
 
-def _first_request(plan: Plan, backend: Backend) -> HttpRequest:
+def _first_request(plan: ClientPlan, backend: Backend) -> HttpRequest:
     prompt = plan.prompts.build(backend, plan.job.load, 0).prompt("measured", 0)
     return plan.job.request(backend, prompt, plan.job.sampling)
 
@@ -552,7 +556,7 @@ def expected(load: Load) -> Expected:
     )
 
 
-def together(clients: Sequence[Snapshot], remote: bool = False) -> Live:
+def together(clients: Sequence[LiveCounters], remote: bool = False) -> Live:
     """The snapshots of all client processes, at least one, as one. remote: their records are on other machines."""
     plans = [client.planned for client in clients]
 

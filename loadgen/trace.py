@@ -68,7 +68,7 @@ class _File(msgspec.Struct, frozen=True):
     events: list[_Event] = msgspec.field(name="traceEvents")
 
 
-class Span(msgspec.Struct, frozen=True):
+class TraceSpan(msgspec.Struct, frozen=True):
     """One event with a beginning and an end. tid: of the host's thread, or the device's stream."""
 
     name: str
@@ -83,7 +83,7 @@ class Span(msgspec.Struct, frozen=True):
         return self.end_s - self.start_s
 
 
-def read(path: Path) -> list[Span]:
+def read(path: Path) -> list[TraceSpan]:
     """All spans of a trace file (JSON, or that gzipped), by their start. Raises TraceError."""
     try:
         file = msgspec.json.decode(_unpacked(path), type=_File)
@@ -105,7 +105,7 @@ def read(path: Path) -> list[Span]:
     for event, (start_us, lasted_us) in zip(kept, times_us, strict=True):
         start_us -= base_us
         end_us = start_us + lasted_us  # summed here, so that spans that touch do not overlap by a rounding
-        spans.append(Span(event.name, event.cat, event.tid, start_us / 1e6, end_us / 1e6, event.args))
+        spans.append(TraceSpan(event.name, event.cat, event.tid, start_us / 1e6, end_us / 1e6, event.args))
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
@@ -131,7 +131,7 @@ def kind_of_operator(name: str) -> Kind | None:
     return "attention" if _ATTENTION_OP.match(name) else None
 
 
-def kind_of_activity(span: Span) -> Kind | None:
+def kind_of_activity(span: TraceSpan) -> Kind | None:
     """What a device's activity is, where the activity itself decides that: transfers between host and device, and
     NCCL's kernels, which are launched by no operator of their own. Copies within the device are element-wise."""
     if span.category == "kernel":
@@ -149,7 +149,7 @@ def kind_of_kernel(name: str) -> Kind:
     return "GEMM" if _GEMM_KERNEL.search(name) else "element-wise"
 
 
-def parents(spans: Sequence[Span]) -> list[int]:
+def parents(spans: Sequence[TraceSpan]) -> list[int]:
     """For spans of one thread, by their start: the index of the span that each lies in, -1 for none."""
     enclosing: list[int] = []
     stack: list[int] = []

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from loadgen.client.engine import Send
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import records
 
 PLAY_S = 10.0  # of a load that lasts; a burst is played whole
@@ -22,7 +22,7 @@ MOST_PLAYS = 6
 SETTLED_RATIO = 0.05  # of the mean time a token: two plays draw other lengths and arrivals, and differ by a few percent
 
 
-async def play(plan: Plan, send: Send, say: Callable[[str], None]) -> None:
+async def play(plan: ClientPlan, send: Send, say: Callable[[str], None]) -> None:
     """Plays the first seconds of the plan's load until the mean time between tokens of two plays is about the same.
     Raises TransportError."""
     before_ms = None
@@ -38,7 +38,7 @@ async def play(plan: Plan, send: Send, say: Callable[[str], None]) -> None:
     say(f"note: step times did not settle within {SETTLED_RATIO:.0%} in {MOST_PLAYS} plays of the load's beginning.")
 
 
-def _beginning(plan: Plan, number: int) -> Plan:
+def _beginning(plan: ClientPlan, number: int) -> ClientPlan:
     """The plan of one play."""
     load = plan.job.load
     lasts = load.streams or load.trace or load.sessions or load.arrival.kind != "burst"
@@ -47,7 +47,7 @@ def _beginning(plan: Plan, number: int) -> Plan:
     return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, load=part, warmup=0))
 
 
-async def _played(plan: Plan, send: Send) -> float | None:
+async def _played(plan: ClientPlan, send: Send) -> float | None:
     """Mean milliseconds between tokens, or of a request where replies have one token or come whole; None where no
     request succeeded."""
     with tempfile.TemporaryDirectory(prefix="loadgen-warmup-") as scratch:

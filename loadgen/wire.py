@@ -22,7 +22,7 @@ from loadgen.client.connection import Transport
 from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.load.prompts import FIRST_ID, UNKNOWN_VOCABULARY, WORDS
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import WireFacts
 from loadgen.target import TransportError
 
@@ -38,7 +38,7 @@ BUDGET_S = 2.0
 DELAYED_MS, LEAST_MS = 38.0, 5.0
 
 
-class Wire(NamedTuple):
+class ObservedWire(NamedTuple):
     """What single requests showed. facts: None where that cannot be told, or would take too long. pace_ms: between two
     events of a reply that the server sends alone, the shortest time that they will have."""
 
@@ -46,10 +46,10 @@ class Wire(NamedTuple):
     pace_ms: float | None = None
 
 
-async def measure(plan: Plan, say: Callable[[str], None]) -> Wire:
+async def measure(plan: ClientPlan, say: Callable[[str], None]) -> ObservedWire:
     """Never raises: a run needs none of it."""
     if sys.platform != "linux" or plan.transport != "fast" or plan.fresh or not plan.job.sampling.stream:
-        return Wire()
+        return ObservedWire()
     backend = backends.get(plan.backend)
     kinds = [
         build_transport(msgspec.structs.replace(plan, quick_acks=quick, kernel_timestamps=False), backend)
@@ -59,13 +59,15 @@ async def measure(plan: Plan, say: Callable[[str], None]) -> Wire:
         async with asyncio.timeout(2 * BUDGET_S):
             return await _measure(plan, backend, kinds, say)
     except (TransportError, TimeoutError):
-        return Wire()
+        return ObservedWire()
     finally:
         for transport in kinds:
             await transport.close()
 
 
-async def _measure(plan: Plan, backend: Backend, kinds: list[Transport], say: Callable[[str], None]) -> Wire:
+async def _measure(
+    plan: ClientPlan, backend: Backend, kinds: list[Transport], say: Callable[[str], None]
+) -> ObservedWire:
     number = 0
 
     async def ask(transport: Transport) -> Exchange | None:
@@ -77,12 +79,12 @@ async def _measure(plan: Plan, backend: Backend, kinds: list[Transport], say: Ca
         await transport.open(1)
     first = await ask(kinds[0])  # a new connection has quick ACKs of its own
     if first is None:
-        return Wire()
+        return ObservedWire()
     reply_s = (first.done_ns - first.sent_ns) / 1e9
     pairs = min(MOST_PAIRS, int((BUDGET_S - 2 * reply_s) / max(REQUESTS * reply_s, 1e-3)))
     if pairs < LEAST_PAIRS:
         say(f"note: what the wire adds was not measured: a reply of {TOKENS} tokens takes {reply_s:.1f} s.")
-        return Wire(None, _pace_ms([first]))
+        return ObservedWire(None, _pace_ms([first]))
     seen: tuple[list[Exchange], list[Exchange]] = ([], [])
     await ask(kinds[1])
     for _ in range(pairs):
@@ -90,12 +92,12 @@ async def _measure(plan: Plan, backend: Backend, kinds: list[Transport], say: Ca
         for transport, exchanges in zip(kinds, seen, strict=True):
             exchange = await ask(transport)
             if exchange is None:
-                return Wire()
+                return ObservedWire()
             exchanges.append(exchange)
-    return Wire(_facts(*seen), _pace_ms(seen[1]))
+    return ObservedWire(_facts(*seen), _pace_ms(seen[1]))
 
 
-async def _ask(plan: Plan, backend: Backend, transport: Transport, number: int) -> Exchange | None:
+async def _ask(plan: ClientPlan, backend: Backend, transport: Transport, number: int) -> Exchange | None:
     """None for a request that failed, or whose reply has no first token."""
     done: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
     sampling = msgspec.structs.replace(plan.job.sampling, max_tokens=TOKENS)
@@ -106,7 +108,7 @@ async def _ask(plan: Plan, backend: Backend, transport: Transport, number: int) 
     return exchange if exchange.outcome == "ok" and exchange.times else None
 
 
-def _prompt(plan: Plan, backend: Backend, number: int) -> Prompt:
+def _prompt(plan: ClientPlan, backend: Backend, number: int) -> Prompt:
     """No two begin alike, so that none is in a prefix cache."""
     places = [(plan.job.load.seed + 1) * 7919 + number * 31 + place * 17 for place in range(PROMPT_TOKENS)]
     if backend.prompt_kind == "text":

@@ -34,15 +34,15 @@ from servers.dialects.tgi import TGI
 from servers.serve import between, faults
 from servers.serve.modelled_timing import SimulatedTiming
 from servers.serve.server import Server
-from servers.serve.stamps import Stamps
+from servers.serve.stamps import StampsFile
 from servers.serve.timing import FixedTiming, Timing
-from servers.serve.wire import UNREFUSED, Dialect, Settings
+from servers.serve.wire import UNREFUSED, Dialect, DialectSettings
 from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 
 PROGRAM = "servers"  # in front of what `python -m servers` refuses
 DialectName = Literal["vllm", "openai", "tgi", "lightllm", "sglang"]
-DIALECTS: dict[DialectName, Callable[[Settings], Dialect]] = {
+DIALECTS: dict[DialectName, Callable[[DialectSettings], Dialect]] = {
     "vllm": lambda settings: OpenAI("vllm", settings),
     "openai": lambda settings: OpenAI("openai", settings),
     "tgi": TGI,
@@ -156,7 +156,7 @@ def serve(
     _raise_file_limit()
     caching = timing.facts is not None and timing.facts.prefix_caching
     wire = DIALECTS[options.dialect](
-        Settings(
+        DialectSettings(
             _served_name(options.model),
             options.max_model_len,
             caching,
@@ -263,9 +263,9 @@ def _run(server: Server, exit_with_stdin: bool) -> None:
     server.run()
 
 
-def _stamps(path: Path | None) -> Stamps | None:
+def _stamps(path: Path | None) -> StampsFile | None:
     try:
-        return Stamps(path) if path is not None else None
+        return StampsFile(path) if path is not None else None
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; name another file for --stamps.") from None
 

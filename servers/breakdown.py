@@ -12,7 +12,7 @@ from backends.exit_codes import FailedError
 from loadgen import cli, rundir, terminal
 from loadgen.breakdown import measure, tables
 from loadgen.config import LOAD, OUTPUT, Config, ConfigError, LaunchOptions, ModelledOptions, PlacementOptions
-from loadgen.event_loop import Stop, run_loop
+from loadgen.event_loop import StopSignals, run_loop
 from loadgen.option_types import ShownOptions, Whole, names, offers, option
 from loadgen.run import backend_failed
 from loadgen.terminal import say_error
@@ -63,7 +63,7 @@ def breakdown(
             if config.where == "embedded":
                 result = modelled(config, preset, directory, run_id)
             else:
-                with Stop() as stop:
+                with StopSignals() as stop:
                     one = measure.measure(measure.load(config), steps, directory, run_id, terminal.note, stop)
                     result = run_loop(one)
     except FailedError as error:

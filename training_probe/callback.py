@@ -27,7 +27,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from loadgen import rundir, terminal
-from loadgen.rundir.series import Series
+from loadgen.rundir.series import MeasurementSeries
 from training_probe import flops, results
 from training_probe.conditions import Watch
 from training_probe.grid import NAIVE, Cell, Method, Model
@@ -159,7 +159,7 @@ class ProbeCallback(TrainerCallback):
             )  # fmt: skip
             write_atomically(self.directory / MANIFEST_FILE, manifest, indent=2)
             terminal.OUTPUT.quiet = True  # the trainer draws its own progress
-            labels, series = {"platform": self._device_name}, Series("cell", [cell.name])
+            labels, series = {"platform": self._device_name}, MeasurementSeries("cell", [cell.name])
             self._progress = Progress(
                 self.directory, manifest.run_id, labels, series, [], lambda line: None, self._utilization
             )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a line of options is read in a moment; what it means may ta
 
     from backends.decoder import ModelSpec
     from backends.gpus import Inventory
-    from loadgen.models import Model as NamedModel
+    from loadgen.models import ServedModel as NamedModel
     from training_probe.launch.rendezvous import Meeting
     from training_probe.memory.text import Described
     from training_probe.sweep.cell import Settings

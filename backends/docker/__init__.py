@@ -35,7 +35,7 @@ from backends.docker.ownership import (
     secrets_of,
     write_secrets,
 )
-from backends.launch import Exit, LaunchError, Mount, Start
+from backends.launch import Exit, LaunchError, Mount, ServerSpec
 from backends.process import masked_log
 from backends.untrusted import writings
 
@@ -94,13 +94,13 @@ _START_FAILURES = (
 class Description:
     """A container as it is to be, in the words that the engine's API and the command line have in common."""
 
-    start: Start  # with absolute mounts
+    start: ServerSpec  # with absolute mounts
     image: str
     name: str
     ulimits: tuple[_Ulimit, ...] = field(default_factory=lambda: ULIMITS)
 
     @classmethod
-    def of(cls, start: Start) -> Description:
+    def of(cls, start: ServerSpec) -> Description:
         if not start.image:
             raise LaunchError("no image is named; name one with --image.")
         name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"llm-dissect-{start.backend}-{start.run_id}")
@@ -162,7 +162,7 @@ class Container:
     def __init__(
         self,
         container: SdkContainer,
-        start: Start,
+        start: ServerSpec,
         facts: Mapping[str, Any],
         say: Callable[[str], None],
         secrets: Mapping[str, str],
@@ -251,7 +251,7 @@ class Container:
             failed.append(f"could not keep the server's log in {self._log}: {error.strerror}.")
 
 
-def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) -> Container:
+def start(start: ServerSpec, say: Callable[[str], None], cancelled: threading.Event) -> Container:
     """Starts the container and returns at once, before the server in it can serve. Pulls its image when it is missing.
 
     Raises LaunchError, with nothing left behind.
@@ -289,19 +289,19 @@ def start(start: Start, say: Callable[[str], None], cancelled: threading.Event) 
         raise
 
 
-def command_line(start: Start) -> list[str]:
+def command_line(start: ServerSpec) -> list[str]:
     """The `docker run` that equals `start`, for a person to read or use. Only the label that names an owner is not
     there: a container started by hand has none, so nothing here will take it down."""
     return Description.of(start).command_line()
 
 
-def place(start: Start) -> str:
+def place(start: ServerSpec) -> str:
     """Where the server is to run, for a person."""
     return f"Docker ({start.image})"
 
 
 def environment() -> dict[str, str]:
-    """Nothing: a container gets what `Start.env` holds."""
+    """Nothing: a container gets what `ServerSpec.env` holds."""
     return {}
 
 
@@ -359,7 +359,7 @@ def not_started(error: Exception, description: Description) -> LaunchError:
     return LaunchError(f"Docker did not start the image {description.image}: {reason}.")
 
 
-def _urls(container: SdkContainer, start: Start) -> tuple[str, ...]:
+def _urls(container: SdkContainer, start: ServerSpec) -> tuple[str, ...]:
     """The container's own address first: Docker's proxy in front of a published port copies every byte and has a
     backlog of its own. Empty for a container that has ended already."""
     network = container.attrs["NetworkSettings"]

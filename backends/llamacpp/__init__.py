@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from backends.identity import PATHS, read_as, settings_of
-from backends.launch import Adapter, Failure, Invocation, LaunchError, Settings
+from backends.launch import Adapter, Failure, Invocation, LaunchError, ServerSettings
 from backends.llamacpp.gguf_model import write_random
 from backends.protocol import (
     TOKEN,
@@ -186,7 +186,7 @@ def read_account(path: str, body: bytes) -> Account:
 _CACHE_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
-def invoke(settings: Settings) -> Invocation:
+def invoke(settings: ServerSettings) -> Invocation:
     """Arguments of `llama-server`. Raises LaunchError.
 
     Each slot has a KV cache of the full length, so that no request can run out of it. Its HTTP server takes a thread

@@ -15,7 +15,7 @@ from loadgen.document.content import (
     Code,
     Document,
     Items,
-    Listed,
+    ListItem,
     Number,
     Section,
     Series,
@@ -73,7 +73,7 @@ def _errors(predicted: Predicted, by_source: Sequence[tuple[Source, dict[str, Er
             )  # fmt: skip
     headers = ["source", "metric", "rows", "median off", "median with sign", "worst", "worst run", "target", "verdict"]
     left_out = [
-        Listed(head=f"{each.source}, {each.row.run}: not predicted", text=each.reason, tone="warning")
+        ListItem(head=f"{each.source}, {each.row.run}: not predicted", text=each.reason, tone="warning")
         for each in predicted.all()
         if each.reason
     ]
@@ -132,8 +132,8 @@ def _assumptions() -> list[Block]:
     for source in sources():
         facts = source.facts()
         where = f"{facts['what']}. {facts['source']}, {facts['commit']}, read {facts['read']}. "
-        items.append(Listed(head=source.title, text=f"{where}Licence: {facts['licence']}."))
-        items += [Listed(head="", text=assumption) for assumption in source.assumptions]
+        items.append(ListItem(head=source.title, text=f"{where}Licence: {facts['licence']}."))
+        items += [ListItem(head="", text=assumption) for assumption in source.assumptions]
     return [Items(items)]
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from loadgen import trace
 from loadgen.breakdown.kernels import COMMUNICATION
-from loadgen.breakdown.steps import Activity, Step, Steps
+from loadgen.breakdown.steps import Activity, EngineStep, Steps
 from loadgen.breakdown.tables import AFTER, ATTENTION, BEFORE, BETWEEN, FFN, IDLE, KINDS, PARTS, UNASSIGNED, Kernel
 
 SHOWN_KERNELS = 40
@@ -65,7 +65,7 @@ def dissect(decoded: Steps) -> Dissected:
     )
 
 
-def _kinds(step: Step) -> tuple[dict[str, float], float]:
+def _kinds(step: EngineStep) -> tuple[dict[str, float], float]:
     """Seconds of each kind, which add up to the step, and of communication that something else hid."""
     shares: dict[str, float] = defaultdict(float)
     clipped = [(max(each.start_s, step.start_s), min(each.end_s, step.end_s), each) for each in step.activities]
@@ -91,7 +91,7 @@ def _kinds(step: Step) -> tuple[dict[str, float], float]:
     return dict(shares), hidden_s
 
 
-def _parts(step: Step) -> tuple[dict[str, float], int | None]:
+def _parts(step: EngineStep) -> tuple[dict[str, float], int | None]:
     """Seconds of each part, which add up to the step, and how many layers were seen; None: its order is another."""
     length_s = step.end_s - step.start_s
     blocks = _blocks(step.order)

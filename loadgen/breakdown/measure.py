@@ -22,18 +22,18 @@ from backends.launch import Profiler
 from backends.untrusted import printable
 from loadgen import rundir, trace
 from loadgen.breakdown import attribute, steps, tables
-from loadgen.breakdown.tables import Breakdown
+from loadgen.breakdown.tables import StepBreakdown
 from loadgen.client.engine import START_MARGIN_NS, Client, build_client
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.config import Config
-from loadgen.event_loop import Stop
-from loadgen.plan import Plan
+from loadgen.event_loop import StopSignals
+from loadgen.plan import ClientPlan
 from loadgen.probe import ServerError
-from loadgen.run import Run, Say, stoppable
+from loadgen.run import LoadRun, Say, stoppable
 from loadgen.server.launch import TRACES, Launch, plan_launch
 from loadgen.target import UNQUEUED_S, Target, TransportError, get
-from loadgen.trace import Span, TraceError
+from loadgen.trace import TraceError, TraceSpan
 
 LONG_REPLY_TOKENS = 1024  # enough for the first reply to outlast the last prompt and the profile
 CACHE_RATIO, LEAST_REPLIES = 0.95, 4  # of the KV cache that replies may fill; of a reply to the steps that are profiled
@@ -78,10 +78,12 @@ class Watched(msgspec.Struct, frozen=True):
     context_tokens: float
 
 
-async def measure(config: Config, wanted: int, directory: Path, run_id: str, say: Say, stop: Stop) -> Breakdown:
+async def measure(
+    config: Config, wanted: int, directory: Path, run_id: str, say: Say, stop: StopSignals
+) -> StepBreakdown:
     """Starts the server, profiles `wanted` steps, and ends it; manifest, records and trace lie in `directory`. Raises
     the errors of its parts, each one sentence."""
-    run = Run(config, directory, run_id, say, stop)
+    run = LoadRun(config, directory, run_id, say, stop)
     with stoppable(stop, "before the breakdown was done"):
         async with run.served(profiled=True) as served:
             server = served.managed
@@ -96,10 +98,10 @@ async def measure(config: Config, wanted: int, directory: Path, run_id: str, say
     return _assembled(decoded, watched, server.launch, run.config, run.emulated)
 
 
-def _assembled(decoded: steps.Steps, watched: Watched, launch: Launch, config: Config, emulated: bool) -> Breakdown:
+def _assembled(decoded: steps.Steps, watched: Watched, launch: Launch, config: Config, emulated: bool) -> StepBreakdown:
     names = dict.fromkeys(gpu.name for gpu in launch.inventory.gpus if gpu.index in launch.gpu_indices)
     version = f" {'.'.join(map(str, launch.settings.version))}" if launch.settings.version else ""
-    return Breakdown(
+    return StepBreakdown(
         **_trace_fields(decoded, config.load.at_once, watched.before_ms, watched.during_ms),
         emulated=emulated,
         backend=f"{launch.backend.name}{version}",
@@ -113,7 +115,7 @@ def _assembled(decoded: steps.Steps, watched: Watched, launch: Launch, config: C
     )
 
 
-def again(directory: Path) -> Breakdown:
+def again(directory: Path) -> StepBreakdown:
     """The breakdown that lies in a run's directory, its trace taken apart once more where it is there. Raises RunError
     or TraceError."""
     kept, path = tables.read(directory), directory / TRACE_FILE
@@ -126,8 +128,8 @@ def again(directory: Path) -> Breakdown:
 
 
 def _trace_fields(decoded: steps.Steps, streams: int, before_ms: float | None, during_ms: float) -> dict[str, Any]:
-    """The fields of a Breakdown that come from its trace. before_ms, during_ms: between two events of a stream at the
-    client. The smaller counts, because some servers report the profiler as running before they start it."""
+    """The fields of a StepBreakdown that come from its trace. before_ms, during_ms: between two events of a stream at
+    the client. The smaller counts, because some servers report the profiler as running before they start it."""
     event_ms = during_ms if before_ms is None else min(before_ms, during_ms)
     parts = attribute.dissect(decoded)
     notes = []
@@ -157,7 +159,7 @@ def _trace_fields(decoded: steps.Steps, streams: int, before_ms: float | None, d
 # Driving.
 
 
-async def drive(plan: Plan, profiler: Profiler, wanted: int, directory: Path, say: Say) -> Watched:
+async def drive(plan: ClientPlan, profiler: Profiler, wanted: int, directory: Path, say: Say) -> Watched:
     """Sends the plan's load, has `wanted` decode steps profiled, and cuts the load off. Raises ServerError or
     TransportError."""
     client = build_client(plan)
@@ -180,7 +182,7 @@ async def drive(plan: Plan, profiler: Profiler, wanted: int, directory: Path, sa
     return Watched(before_ms, during_ms, plan.job.load.input_tokens.least + context)
 
 
-async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> list[Exchange]:
+async def _steady(client: Client, running: asyncio.Future[Any], plan: ClientPlan) -> list[Exchange]:
     """All streams, once each has its first token and none its last. Raises ServerError."""
     wanted = plan.job.load.at_once
     began, limit_s = now_ns(), min(UNQUEUED_S, plan.job.timeouts.first_byte_s)
@@ -199,7 +201,7 @@ async def _steady(client: Client, running: asyncio.Future[Any], plan: Plan) -> l
 
 
 async def _watch(
-    client: Client, running: asyncio.Future[Any], streams: list[Exchange], wanted: int, plan: Plan
+    client: Client, running: asyncio.Future[Any], streams: list[Exchange], wanted: int, plan: ClientPlan
 ) -> tuple[float, float]:
     """Waits until every stream has had `wanted` steps, from its next event on, ahead of which it may have waited for
     the others' prompts: milliseconds between two events on average, and how many tokens each reply had on average
@@ -260,7 +262,7 @@ async def _command(target: Target, command: tuple[str, str], name: str, timeout_
 # The trace.
 
 
-async def collect(traces: Path, kept: Path, timeout_s: float = TRACE_WAIT_S) -> list[Span]:
+async def collect(traces: Path, kept: Path, timeout_s: float = TRACE_WAIT_S) -> list[TraceSpan]:
     """The spans of the first GPU's trace, once it is whole; a gzipped copy lies at `kept`. Raises ServerError."""
     sizes: dict[Path, int] = {}
     problem = "there is none"

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.breakdown.tables import IDLE, Breakdown, Row, facts, kind_rows, part_rows, title
-from loadgen.document.content import Block, Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table
+from loadgen.breakdown.tables import IDLE, Row, StepBreakdown, facts, kind_rows, part_rows, title
+from loadgen.document.content import Block, Cell, Chart, Code, Document, Items, ListItem, Number, Section, Series, Table
 
 FILE = "breakdown.html"
 COLOURS = 7  # that a page tells apart: the largest parts have them, and what is left is hatched
 NAMED_RATIO = 0.9  # of what ran, that the rows must name before a reader may take them for the whole
 
 
-def of(directory: Path, breakdown: Breakdown) -> Document:
+def of(directory: Path, breakdown: StepBreakdown) -> Document:
     """The page of a breakdown, with the command that made it."""
     return page(breakdown, _argv(directory))
 
@@ -27,7 +27,7 @@ def _argv(directory: Path) -> list[str]:
         return []
 
 
-def page(breakdown: Breakdown, argv: Sequence[str] = ()) -> Document:
+def page(breakdown: StepBreakdown, argv: Sequence[str] = ()) -> Document:
     """argv: the command that made it, where it is known."""
     unnamed = not breakdown.emulated and breakdown.attributed_ratio < NAMED_RATIO
     return Document(
@@ -54,11 +54,11 @@ def page(breakdown: Breakdown, argv: Sequence[str] = ()) -> Document:
     )
 
 
-def _origin(breakdown: Breakdown) -> str:
+def _origin(breakdown: StepBreakdown) -> str:
     return "emulated" if breakdown.emulated else ""
 
 
-def _verdict(breakdown: Breakdown) -> str:
+def _verdict(breakdown: StepBreakdown) -> str:
     """The step and what most of it is."""
     kinds = sorted(breakdown.kinds.items(), key=lambda kind: -kind[1])[:3]
     largest = ", ".join(f"{name} {ms / breakdown.step_ms:.0%}" for name, ms in kinds if ms > 0)
@@ -67,7 +67,7 @@ def _verdict(breakdown: Breakdown) -> str:
     return f"A decode step takes {breakdown.step_ms:.2f} ms: {largest}{of_gpu}."
 
 
-def _bars(number: str, of: dict[str, float], breakdown: Breakdown) -> Chart:
+def _bars(number: str, of: dict[str, float], breakdown: StepBreakdown) -> Chart:
     """The bars of one of the paper's two tables."""
     paper = breakdown.paper
     theirs = {} if paper is None else paper.kinds if number == "X" else paper.parts
@@ -95,7 +95,7 @@ def _bars(number: str, of: dict[str, float], breakdown: Breakdown) -> Chart:
     )
 
 
-def _table(rows: Sequence[Row], breakdown: Breakdown) -> Table:
+def _table(rows: Sequence[Row], breakdown: StepBreakdown) -> Table:
     paper = breakdown.paper
     cells: list[list[Cell]] = []
     for row in rows:
@@ -110,12 +110,12 @@ def _table(rows: Sequence[Row], breakdown: Breakdown) -> Table:
     return Table(headers=["", "ms", "%", *(["paper, ms", "paper, %"] if paper else [])], rows=cells)
 
 
-def _facts(breakdown: Breakdown) -> list[Block]:
-    notes = [Listed(head="Note", text=note) for note in breakdown.notes]
-    return [Items([*(Listed(head="", text=fact) for fact in facts(breakdown)), *notes])]
+def _facts(breakdown: StepBreakdown) -> list[Block]:
+    notes = [ListItem(head="Note", text=note) for note in breakdown.notes]
+    return [Items([*(ListItem(head="", text=fact) for fact in facts(breakdown)), *notes])]
 
 
-def _kernels(breakdown: Breakdown) -> Table:
+def _kernels(breakdown: StepBreakdown) -> Table:
     return Table(
         headers=["kernel", "counted as", "ms a step", "runs a step"],
         rows=[

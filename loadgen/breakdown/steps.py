@@ -19,7 +19,7 @@ import msgspec
 from loadgen import trace
 from loadgen.breakdown import kernels
 from loadgen.breakdown.kernels import Kind
-from loadgen.trace import Span, TraceError
+from loadgen.trace import TraceError, TraceSpan
 
 # new and cached: requests in prefill and in decode, before 0.13
 _ANNOTATION = re.compile(r"^execute_(?:\d+_)?context_(\d+)\(.*?_generation_(\d+)\(|^execute_new_(\d+)_cached_(\d+)")
@@ -38,7 +38,7 @@ class Activity(msgspec.Struct):
     operator: str = ""
 
 
-class Step(msgspec.Struct, frozen=True):
+class EngineStep(msgspec.Struct, frozen=True):
     """batch: requests that decoded in it; None: the trace does not say. order: its work on the busiest stream, one
     after the other. activities: all that ran between its beginning and its end."""
 
@@ -54,7 +54,7 @@ class Steps(msgspec.Struct, frozen=True):
     delays. left_out: the others. form: what the trace knows, graph (kernels only), eager (their operators as well), cpu
     (operators only)."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[EngineStep, ...]
     left_out: int
     delimited_by: str
     form: str
@@ -68,7 +68,7 @@ class _Mark(msgspec.Struct, frozen=True):
     batch: int | None
 
 
-def find(spans: Sequence[Span]) -> Steps:
+def find(spans: Sequence[TraceSpan]) -> Steps:
     """The decode steps of a trace as `trace.read` gives it. Raises TraceError."""
     marks = step_marks(spans)
     devices = [span for span in spans if span.category in trace.DEVICE]
@@ -102,7 +102,7 @@ def find(spans: Sequence[Span]) -> Steps:
     return _chosen(steps, "CUDA graph launches", form)
 
 
-def step_marks(spans: Sequence[Span]) -> list[_Mark]:
+def step_marks(spans: Sequence[TraceSpan]) -> list[_Mark]:
     marks = []
     for span in spans:
         match = _ANNOTATION.match(span.name) if span.category == "user_annotation" else None
@@ -118,7 +118,7 @@ def _layers(order: Iterable[Activity]) -> int:
     return sum(kind == "Attention" and before != "Attention" for before, kind in pairwise(["GEMM", *kinds]))
 
 
-def _chosen(steps: list[Step | None], delimited_by: str, form: str) -> Steps:
+def _chosen(steps: list[EngineStep | None], delimited_by: str, form: str) -> Steps:
     whole = [step for step in steps[1:] if step is not None]
     if not whole:
         raise TraceError(f"the trace holds only {len(steps)} decode steps; ask for more with --steps.")
@@ -130,9 +130,9 @@ def _chosen(steps: list[Step | None], delimited_by: str, form: str) -> Steps:
 # With a device.
 
 
-def _operators_of(spans: Sequence[Span], launches: dict[int | str, Span]) -> dict[int | str, tuple[str, ...]]:
+def _operators_of(spans: Sequence[TraceSpan], launches: dict[int | str, TraceSpan]) -> dict[int | str, tuple[str, ...]]:
     """The operators in which each launch lies, outermost first, by its correlation."""
-    threads: dict[int | str, list[Span]] = {}
+    threads: dict[int | str, list[TraceSpan]] = {}
     wanted = {id(span) for span in launches.values()}
     for span in spans:
         if span.category == "cpu_op" or id(span) in wanted:
@@ -152,7 +152,7 @@ def _operators_of(spans: Sequence[Span], launches: dict[int | str, Span]) -> dic
     return operators
 
 
-def _device_activity(span: Span, operators: tuple[str, ...]) -> Activity:
+def _device_activity(span: TraceSpan, operators: tuple[str, ...]) -> Activity:
     kind = kernels.of_kernel(span.name) if span.category == "kernel" else None
     if kind is None:
         kind = "Element-Wise" if trace.kind_of_activity(span) == "element-wise" else "Other"
@@ -169,7 +169,7 @@ def _device_activity(span: Span, operators: tuple[str, ...]) -> Activity:
 
 def _device_steps(
     marks: list[_Mark], main: list[tuple[float | None, Activity]], activities: list[Activity]
-) -> list[Step | None]:
+) -> list[EngineStep | None]:
     """One a mark, None for those with a prefill, without work, or cut off by the trace's end."""
     starts = [mark.start_s for mark in marks]
     orders: list[list[Activity]] = [[] for _ in marks]
@@ -182,7 +182,7 @@ def _device_steps(
         _find_rotations(order)
     begins = [each.start_s for each in activities]  # ascending, as spans are
     longest_s = max(each.end_s - each.start_s for each in activities)
-    steps: list[Step | None] = []
+    steps: list[EngineStep | None] = []
     for mark, order, following in zip(marks, orders, orders[1:], strict=False):
         if mark.prefills or not order or not following:
             steps.append(None)
@@ -190,25 +190,29 @@ def _device_steps(
         start_s, end_s = order[0].start_s, following[0].start_s
         near = activities[bisect.bisect_left(begins, start_s - longest_s) : bisect.bisect_left(begins, end_s)]
         within = tuple(each for each in near if each.end_s > start_s)
-        steps.append(Step(start_s, end_s, mark.batch, tuple(order), within))
+        steps.append(EngineStep(start_s, end_s, mark.batch, tuple(order), within))
     return steps
 
 
 # Without one.
 
 
-def _host_steps(spans: Sequence[Span], marks: list[_Mark]) -> list[Step | None]:
+def _host_steps(spans: Sequence[TraceSpan], marks: list[_Mark]) -> list[EngineStep | None]:
     thread = next(span.tid for span in spans if _ANNOTATION.match(span.name))
     activities = _host_activities([span for span in spans if span.tid == thread and span.category == "cpu_op"])
-    steps: list[Step | None] = []
+    steps: list[EngineStep | None] = []
     for mark, following in pairwise(marks):
         order = tuple(each for each in activities if mark.start_s <= each.start_s < following.start_s)
-        step = Step(mark.start_s, following.start_s, mark.batch, order, order) if order and not mark.prefills else None
+        step = (
+            EngineStep(mark.start_s, following.start_s, mark.batch, order, order)
+            if order and not mark.prefills
+            else None
+        )
         steps.append(step)
     return steps
 
 
-def _host_activities(operators: list[Span]) -> list[Activity]:
+def _host_activities(operators: list[TraceSpan]) -> list[Activity]:
     """Operators that do not lie in one another: the outermost, or their parts where only those are known."""
     parents = trace.parents(operators)
     kinds = [kernels.of_operator(span.name) for span in operators]

@@ -61,7 +61,7 @@ class Kernel(msgspec.Struct, frozen=True):
     count: float
 
 
-class Breakdown(msgspec.Struct, kw_only=True):
+class StepBreakdown(msgspec.Struct, kw_only=True):
     """One average decode step. kinds, parts: milliseconds by the names of KINDS and PARTS, each adding up to step_ms.
 
     hidden_ms: communication while something computed, which no row holds. layers: how many attention blocks were seen;
@@ -140,25 +140,25 @@ def paper() -> PaperStep:
     return msgspec.json.decode(path.read_bytes(), type=PaperStep)
 
 
-def beside_paper(breakdown: Breakdown) -> Breakdown:
+def beside_paper(breakdown: StepBreakdown) -> StepBreakdown:
     return msgspec.structs.replace(breakdown, paper=paper())
 
 
-def to_json(breakdown: Breakdown, indent: int | None = None) -> str:
+def to_json(breakdown: StepBreakdown, indent: int | None = None) -> str:
     """What breakdown.json holds: the breakdown and what share of it its tables name. ASCII."""
     ratios = {"attributed_ratio": breakdown.attributed_ratio, "assigned_ratio": breakdown.assigned_ratio}
     return json.dumps(msgspec.to_builtins(breakdown) | ratios, indent=indent)
 
 
-def write(directory: Path, breakdown: Breakdown) -> None:
+def write(directory: Path, breakdown: StepBreakdown) -> None:
     """Writes breakdown.json in the run's directory. Raises ReportError."""
     files.save(directory, {FILE: to_json(breakdown, indent=2) + "\n"})
 
 
-def read(directory: Path) -> Breakdown:
+def read(directory: Path) -> StepBreakdown:
     """What `write` left in a run's directory. Raises RunError."""
     path = directory / FILE
-    breakdown = read_json(path, Breakdown, RunError, "is not a breakdown of this version", directory=directory)
+    breakdown = read_json(path, StepBreakdown, RunError, "is not a breakdown of this version", directory=directory)
     known = breakdown.kinds.keys() <= set(KINDS) and breakdown.parts.keys() <= set(PARTS)
     if breakdown.schema != SCHEMA or not breakdown.step_ms > 0 or not known:
         raise RunError(f"{path} is not a breakdown of this version.")
@@ -174,7 +174,7 @@ class Row(NamedTuple):
     total: bool = False
 
 
-def kind_rows(breakdown: Breakdown) -> list[Row]:
+def kind_rows(breakdown: StepBreakdown) -> list[Row]:
     kinds, theirs = breakdown.kinds, breakdown.paper.kinds if breakdown.paper else {}
     rows: list[Row] = []
     for heading, names in (("Comp.", COMPUTING), ("Comm.", COMMUNICATION)):
@@ -188,7 +188,7 @@ def kind_rows(breakdown: Breakdown) -> list[Row]:
     return [*rows, Row(_HEADINGS[IDLE], kinds.get(IDLE, 0.0), theirs.get(IDLE), total=True), _step_row(breakdown)]
 
 
-def part_rows(breakdown: Breakdown) -> list[Row]:
+def part_rows(breakdown: StepBreakdown) -> list[Row]:
     parts, theirs = breakdown.parts, breakdown.paper.parts if breakdown.paper else {}
     layers = f"{breakdown.layers} x " if breakdown.layers else ""
     rows = [
@@ -199,11 +199,11 @@ def part_rows(breakdown: Breakdown) -> list[Row]:
     return [*rows, _step_row(breakdown)]
 
 
-def _step_row(breakdown: Breakdown) -> Row:
+def _step_row(breakdown: StepBreakdown) -> Row:
     return Row("Step", breakdown.step_ms, breakdown.paper.step_ms if breakdown.paper else None, total=True)
 
 
-def title(breakdown: Breakdown) -> str:
+def title(breakdown: StepBreakdown) -> str:
     emulated = "emulated " if breakdown.emulated else ""
     return (
         f"A decode step of {emulated}{breakdown.backend}, {breakdown.model} on {breakdown.hardware}, "
@@ -211,7 +211,7 @@ def title(breakdown: Breakdown) -> str:
     )
 
 
-def facts(breakdown: Breakdown) -> list[str]:
+def facts(breakdown: StepBreakdown) -> list[str]:
     lines = []
     if breakdown.emulated:
         lines.append("emulated: nothing was measured; these are the terms of the cost model that the server runs on")

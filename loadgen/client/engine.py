@@ -33,12 +33,12 @@ from loadgen.client.connection import FastTransport, Transport
 from loadgen.client.exchange import Exchange, Names
 from loadgen.client.turns import Waiting, next_prompt, why_over
 from loadgen.clock import Alarm, now_ns
-from loadgen.event_loop import Stop, every_second
+from loadgen.event_loop import StopSignals, every_second
 from loadgen.load.lengths import residual
 from loadgen.load.prompts import Workload
 from loadgen.load.request_body import advised
-from loadgen.load.turns import Base, Going
-from loadgen.plan import Job, Plan, Timeouts
+from loadgen.load.turns import ActiveSessions, Base
+from loadgen.plan import ClientJob, ClientPlan, Timeouts
 from loadgen.rundir import WriteError
 from loadgen.rundir.outcomes import AS_PLANNED
 from loadgen.rundir.records import ClientFacts, RecordsFile
@@ -76,7 +76,7 @@ def check_warm_up(clients: Sequence[WarmUp]) -> None:
         )
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class LiveCounters(msgspec.Struct, kw_only=True):
     """Live counters of one process, of measured requests; `in_flight` has those of a warm-up that handed over, too.
     `ttft_ms`: a sample of the latest. Since the snapshot before: `cpu_ratio` of a core, and the largest
     `loop_lag_ms`."""
@@ -93,7 +93,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     loop_lag_ms: float = 0.0
 
 
-Progress = Callable[[list[Snapshot]], None]
+Progress = Callable[[list[LiveCounters]], None]
 Warm = Callable[[], Awaitable[None]]  # what to do once clients and server are warm
 
 
@@ -101,7 +101,12 @@ class Send(Protocol):
     """Sends a plan's load and leaves its records, or their parts, in `directory`; as `run_here`."""
 
     def __call__(
-        self, plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+        self,
+        plan: ClientPlan,
+        directory: Path,
+        progress: Progress,
+        warm: Warm | None = None,
+        stop: StopSignals | None = None,
     ) -> Awaitable[None]: ...
 
 
@@ -110,7 +115,7 @@ class Client:
 
     def __init__(
         self,
-        job: Job,
+        job: ClientJob,
         backend: Backend,
         workload: Workload,
         transport: Transport,
@@ -144,7 +149,7 @@ class Client:
         self._next = 0
         self._began = False  # the load
         self._streams = 0  # of a closed loop: how many have begun
-        self._going = None if self._turns is None else Going(self._turns)
+        self._going = None if self._turns is None else ActiveSessions(self._turns)
         self._said: dict[
             int, Exchange
         ] = {}  # by a turn that is not sent yet, the one whose conversation it goes on with
@@ -541,10 +546,10 @@ class Client:
         self._write_error = error
         self.stop(0.0)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LiveCounters:
         in_flight_events = sum(len(each.times) for each in self.in_flight if each.phase == "measured")
         cpu_ratio, loop_lag_ms = self._health.since_last_look()
-        return Snapshot(
+        return LiveCounters(
             planned=self.planned,
             done=self.done,
             failed=self.failed,
@@ -578,7 +583,7 @@ def _written() -> Iterator[None]:
         raise WriteError(error.strerror or str(error)) from None
 
 
-def build_client(plan: Plan) -> Client:
+def build_client(plan: ClientPlan) -> Client:
     """The client of the plan's share of the load, with everything drawn that is drawn at once."""
     backend = backends.get(plan.backend)
     job = plan.job
@@ -586,7 +591,7 @@ def build_client(plan: Plan) -> Client:
     return Client(job, backend, workload, build_transport(plan, backend), job.load.due_ns())
 
 
-def build_transport(plan: Plan, backend: Backend) -> Transport:
+def build_transport(plan: ClientPlan, backend: Backend) -> Transport:
     """The transport that the plan names, without a connection yet."""
     arguments: Any = (plan.target, backend.error_message, plan.job.timeouts)
     if plan.transport == "aiohttp":
@@ -599,7 +604,7 @@ def build_transport(plan: Plan, backend: Backend) -> Transport:
 
 
 async def run_here(
-    plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+    plan: ClientPlan, directory: Path, progress: Progress, warm: Warm | None = None, stop: StopSignals | None = None
 ) -> None:
     """Sends the plan's load from this process and leaves `requests.jsonl` in `directory`. warm: awaited between warm-up
     and t = 0. stop: from then on its signals are the client's, which drains; before, they are the caller's. Raises

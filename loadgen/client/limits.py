@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from loadgen import rundir
 from loadgen.config import Config, ConfigError
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import HEADROOM_RATIO, USUAL_EVENTS_PER_S, Ceiling, processes_for
 from loadgen.target import TransportError
 
@@ -41,7 +41,7 @@ def ephemeral_ports() -> int:
     return 16_384
 
 
-def named_workers(config: Config, plan: Plan) -> int | None:
+def named_workers(config: Config, plan: ClientPlan) -> int | None:
     """Client processes as --workers names them, no more than a closed loop has streams; None for auto."""
     if config.workers == "auto":
         return None
@@ -56,7 +56,7 @@ class Sized(NamedTuple):
     note: str = ""
 
 
-def sized(plan: Plan, ceiling: Ceiling | None, pace_ms: float | None, *, server_is_here: bool) -> Sized:
+def sized(plan: ClientPlan, ceiling: Ceiling | None, pace_ms: float | None, *, server_is_here: bool) -> Sized:
     """As many as have room for the busiest second that the load brings, and as this machine has cores for. ceiling and
     pace_ms: None where they were not measured. Raises WorkloadError."""
     load = plan.job.load
@@ -104,7 +104,7 @@ def memory_bytes() -> int | None:
     return None
 
 
-def make_room(plan: Plan, workers: int | None) -> None:
+def make_room(plan: ClientPlan, workers: int | None) -> None:
     """Raises the limit on open files, or TransportError when this machine cannot hold the streams. workers: client
     processes; None: as many as it takes."""
     streams = plan.job.load.at_once

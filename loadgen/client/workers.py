@@ -22,9 +22,9 @@ from loadgen import child_env
 from loadgen.client.engine import (
     DRAIN_S,
     START_MARGIN_NS,
+    LiveCounters,
     Progress,
     Send,
-    Snapshot,
     Warm,
     WarmUp,
     build_client,
@@ -33,9 +33,9 @@ from loadgen.client.engine import (
 )
 from loadgen.client.limits import make_room
 from loadgen.clock import now_ns
-from loadgen.event_loop import Stop, every_second, run_loop
+from loadgen.event_loop import StopSignals, every_second, run_loop
 from loadgen.load.lengths import WorkloadError
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import WriteError
 from loadgen.target import TransportError
 
@@ -57,7 +57,7 @@ def sender(workers: int) -> Send:
         return run_here
 
     def send(
-        plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+        plan: ClientPlan, directory: Path, progress: Progress, warm: Warm | None = None, stop: StopSignals | None = None
     ) -> Awaitable[None]:
         return run_in_workers(plan, workers, directory, progress, warm, stop)
 
@@ -65,7 +65,12 @@ def sender(workers: int) -> Send:
 
 
 async def run_in_workers(
-    plan: Plan, workers: int, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+    plan: ClientPlan,
+    workers: int,
+    directory: Path,
+    progress: Progress,
+    warm: Warm | None = None,
+    stop: StopSignals | None = None,
 ) -> None:
     """Sends the plan's load from `workers` processes and leaves their parts of the records in `directory`; otherwise as
     `run_here`. Raises TransportError, and WriteError."""
@@ -92,7 +97,7 @@ class Workers:
     """Client processes that play `numbers` of the `shards` shares of a load; the caller says when. They end with the
     block."""
 
-    def __init__(self, plan: Plan, numbers: range, shards: int, directory: Path) -> None:
+    def __init__(self, plan: ClientPlan, numbers: range, shards: int, directory: Path) -> None:
         """Starts them. Their records will be in `directory`, one file for each share."""
         context = multiprocessing.get_context("spawn")
         with child_env.spawning():
@@ -120,7 +125,7 @@ class Workers:
             shard.stop()
 
     @property
-    def snapshots(self) -> list[Snapshot]:
+    def snapshots(self) -> list[LiveCounters]:
         """The latest of each."""
         return [shard.snapshot for shard in self._shards if shard.snapshot]
 
@@ -141,9 +146,9 @@ def _send(pipe: Pipe, message: object) -> None:
 class _Shard:
     """A worker process as its parent sees it. `snapshot`: its latest."""
 
-    def __init__(self, context: Any, plan: Plan, directory: Path) -> None:
+    def __init__(self, context: Any, plan: ClientPlan, directory: Path) -> None:
         self.pipe, theirs = context.Pipe()
-        self.snapshot: Snapshot | None = None
+        self.snapshot: LiveCounters | None = None
         self.started = False
         path = directory / f"requests.{plan.job.shard}.jsonl"
         self.process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(plan), str(path)))
@@ -159,7 +164,7 @@ class _Shard:
             asyncio.get_running_loop().remove_reader(self.pipe.fileno())
             self._messages.put_nowait(Done(DIED))
             return
-        if isinstance(message, Snapshot):
+        if isinstance(message, LiveCounters):
             self.snapshot = message
         else:
             self._messages.put_nowait(message)
@@ -201,14 +206,14 @@ def _work(pipe: Pipe, encoded: bytes, path: str) -> None:
     child_env.die_with_parent()
     child_env.leave_stopping_to_parent()
     try:
-        run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=Plan), Path(path)))
+        run_loop(_work_loop(pipe, msgspec.msgpack.decode(encoded, type=ClientPlan), Path(path)))
     except WriteError as error:
         _send(pipe, Done(str(error), writing=True))
     except (TransportError, WorkloadError, OSError) as error:
         _send(pipe, Done(getattr(error, "strerror", None) or str(error)))
 
 
-async def _work_loop(pipe: Pipe, plan: Plan, path: Path) -> None:
+async def _work_loop(pipe: Pipe, plan: ClientPlan, path: Path) -> None:
     make_room(plan, plan.job.shards)
     client = build_client(plan)
     loop = asyncio.get_running_loop()

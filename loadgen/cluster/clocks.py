@@ -27,7 +27,7 @@ _QUESTION = struct.Struct(f"!{KEY_BYTES}sQ16x")  # as long as the answer: nobody
 _ANSWER = struct.Struct(f"!{KEY_BYTES}sQqq")
 
 
-class Look(NamedTuple):
+class ClockSample(NamedTuple):
     """One measurement: the offset at our time `at_ns`, known within `bound_ns`."""
 
     at_ns: int
@@ -76,9 +76,9 @@ class Pinger:
     def close(self) -> None:
         self._socket.close()
 
-    def look(self, pings: int = PINGS) -> Look | None:
+    def look(self, pings: int = PINGS) -> ClockSample | None:
         """The offset by the shortest of `pings` round trips; blocks. None: no answer came."""
-        best: Look | None = None
+        best: ClockSample | None = None
         lost = 0
         while pings and lost < LOST_PINGS:
             pings -= 1
@@ -88,7 +88,7 @@ class Pinger:
                 best = trip
         return best
 
-    def _trip(self) -> Look | None:
+    def _trip(self) -> ClockSample | None:
         self._number += 1
         try:
             asked_ns = now_ns()
@@ -103,21 +103,21 @@ class Pinger:
             return None
         offset_ns = ((came_ns - asked_ns) + (left_ns - back_ns)) // 2
         bound_ns = ((back_ns - asked_ns) - (left_ns - came_ns) + 1) // 2
-        return Look((asked_ns + back_ns) // 2, offset_ns, max(1, bound_ns))
+        return ClockSample((asked_ns + back_ns) // 2, offset_ns, max(1, bound_ns))
 
 
-class Clock:
+class RemoteClock:
     """Another machine's clock: a line through the looks at it. A look that is known better weighs more."""
 
-    def __init__(self, looks: Sequence[Look] = ()) -> None:
-        self.looks: list[Look] = []
+    def __init__(self, looks: Sequence[ClockSample] = ()) -> None:
+        self.looks: list[ClockSample] = []
         self._origin_ns = self._offset_ns = 0
         self._slope = 0.0
         self.bound_ns: int | None = None
         for look in looks:
             self.add(look)
 
-    def add(self, look: Look | None) -> None:
+    def add(self, look: ClockSample | None) -> None:
         """Takes one more look into account; None: nothing was seen."""
         if look is None:
             return

@@ -11,7 +11,7 @@ import msgspec
 
 import backends
 from backends.protocol import Sampling
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 
 PROMPTS = 64  # of a load, evenly spread, and of the warm-up: what one draws otherwise, all of them are
 UNENDING = 4096  # of a load whose number of requests nobody knows: from among so many first ones
@@ -43,7 +43,7 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def of_plan(plan: Plan) -> Digests:
+def of_plan(plan: ClientPlan) -> Digests:
     """Draws the plan's load as its clients will. Raises WorkloadError."""
     backend, job = backends.get(plan.backend), plan.job
     due_ns = job.load.due_ns()

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from loadgen import rundir
-from loadgen.client.engine import Progress, Snapshot, Warm, check_warm_up
+from loadgen.client.engine import LiveCounters, Progress, Warm, check_warm_up
 from loadgen.clock import now_ns
 from loadgen.cluster import lost_requests, messages, records_home
-from loadgen.cluster.clocks import AGAIN_PINGS, PINGS, Clock, Pinger
+from loadgen.cluster.clocks import AGAIN_PINGS, PINGS, Pinger, RemoteClock
 from loadgen.cluster.link import Member, NodeLost
 from loadgen.cluster.messages import (
     ALIVE_S,
@@ -33,15 +33,15 @@ from loadgen.cluster.messages import (
     Draw,
     Drawn,
     Failed,
+    Finished,
     Hello,
-    Over,
     Reach,
     Reached,
     Start,
 )
 from loadgen.config import Config
-from loadgen.event_loop import Stop, every_second
-from loadgen.plan import Plan
+from loadgen.event_loop import StopSignals, every_second
+from loadgen.plan import ClientPlan
 from loadgen.rundir import Ceiling, WriteError, processes_for
 from loadgen.rundir.cluster_facts import ClusterFacts, NodeFacts
 from loadgen.target import Target, TransportError
@@ -56,14 +56,14 @@ T = TypeVar("T")
 
 
 @dataclass
-class Node:
+class FleetNode:
     """One machine while the fleet is there. lost: why, once it is."""
 
     member: Member
     facts: NodeFacts
-    clock: Clock = field(default_factory=Clock)
+    clock: RemoteClock = field(default_factory=RemoteClock)
     answers: asyncio.Queue[messages.Answer | NodeLost] = field(default_factory=asyncio.Queue)
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[LiveCounters] = field(default_factory=list)
     lost: str = ""
     pinger: Pinger | None = None
     hello: Hello | None = None
@@ -110,12 +110,12 @@ class Fleet:
     """The node processes of one command. It plays one load after another."""
 
     def __init__(self, members: Sequence[Member], address: str, strategy: str, notes: Sequence[str]) -> None:
-        self.nodes = [Node(member, NodeFacts(name=member.name)) for member in members]
+        self.nodes = [FleetNode(member, NodeFacts(name=member.name)) for member in members]
         self._facts = ClusterFacts(address=address, strategy=strategy, notes=tuple(notes), nodes=[])
         self._plays = itertools.count(1)
         self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._stopping: list[asyncio.Task[None]] = []  # a task that nobody holds may be collected
-        self._agreed: Plan | None = None  # which the nodes have drawn, and not played yet
+        self._agreed: ClientPlan | None = None  # which the nodes have drawn, and not played yet
 
     @contextlib.asynccontextmanager
     async def begun(self, target: Target) -> AsyncIterator[Fleet]:
@@ -136,17 +136,17 @@ class Fleet:
                 if node.pinger is not None:
                     node.pinger.close()
 
-    async def _all(self, act: Callable[[Node], Awaitable[T]]) -> list[T]:
+    async def _all(self, act: Callable[[FleetNode], Awaitable[T]]) -> list[T]:
         """Does it with every node at once. Raises TransportError, also for a node that is lost: no load has begun."""
         return list(await asyncio.gather(*(self._sure(act, node) for node in self.nodes)))
 
-    async def _sure(self, act: Callable[[Node], Awaitable[T]], node: Node) -> T:
+    async def _sure(self, act: Callable[[FleetNode], Awaitable[T]], node: FleetNode) -> T:
         try:
             return await act(node)
         except NodeLost as error:
             raise TransportError(f"{node.member.name} was lost before the load began: {error}.") from None
 
-    async def _hello(self, node: Node) -> None:
+    async def _hello(self, node: FleetNode) -> None:
         hello = node.hello = await node.answer(Hello)
         if hello.version != rundir.package_version():
             raise TransportError(
@@ -156,7 +156,7 @@ class Fleet:
         node.facts.hostname, node.facts.cpus = hello.hostname, hello.cpus
         node.pinger = Pinger(node.member.host, hello.echo_port, hello.echo_key)
 
-    async def _reach(self, node: Node, target: Target) -> None:
+    async def _reach(self, node: FleetNode, target: Target) -> None:
         await node.say(Reach(target))
         reached = await node.answer(Reached)
         if reached.problem:
@@ -170,7 +170,7 @@ class Fleet:
     async def _look(self, pings: int) -> None:
         """Looks at the clocks of all nodes that are there."""
 
-        async def one(node: Node) -> None:
+        async def one(node: FleetNode) -> None:
             if node.pinger is not None and not node.lost:
                 async with self._looks:
                     node.clock.add(await asyncio.to_thread(node.pinger.look, pings))
@@ -184,7 +184,7 @@ class Fleet:
 
     # Before the load.
 
-    def processes(self, config: Config, plan: Plan) -> int:
+    def processes(self, config: Config, plan: ClientPlan) -> int:
         """Client processes of all machines together; decides how many each has. No more than a closed loop has streams:
         then some machines have none."""
         load, first = plan.job.load, 0
@@ -197,11 +197,11 @@ class Fleet:
             first += node.facts.client_processes
         return first
 
-    async def ceiling(self, plan: Plan) -> Ceiling | None:
+    async def ceiling(self, plan: ClientPlan) -> Ceiling | None:
         """The ceiling of each machine by itself, then of all at once; the lowest of the latter. Raises
         TransportError."""
 
-        async def one(node: Node) -> Ceiling | None:
+        async def one(node: FleetNode) -> Ceiling | None:
             await node.say(Calibrate(plan))
             return (await node.answer(Calibrated)).ceiling
 
@@ -220,7 +220,12 @@ class Fleet:
     # The load.
 
     async def play(
-        self, plan: Plan, directory: Path, progress: Progress, warm: Warm | None = None, stop: Stop | None = None
+        self,
+        plan: ClientPlan,
+        directory: Path,
+        progress: Progress,
+        warm: Warm | None = None,
+        stop: StopSignals | None = None,
     ) -> None:
         """Sends the plan's load from all machines and leaves their records in `directory`; as `run_here` otherwise.
         `processes` has been asked before. Raises TransportError, and WriteError."""
@@ -254,15 +259,15 @@ class Fleet:
                 )
 
     @property
-    def _snapshots(self) -> list[Snapshot]:
+    def _snapshots(self) -> list[LiveCounters]:
         return [snapshot for node in self.nodes for snapshot in node.snapshots]
 
-    async def agree(self, plan: Plan) -> None:
+    async def agree(self, plan: ClientPlan) -> None:
         """Every node draws the load. Raises TransportError where one drew another, or cannot draw or hold it."""
         play = next(self._plays)
         shards = sum(node.facts.client_processes for node in self.nodes)
 
-        async def one(node: Node) -> Drawn:
+        async def one(node: FleetNode) -> Drawn:
             node.snapshots, facts = [], node.facts
             name = f"{plan.job.run_id}-{play}-{self.nodes.index(node)}"  # nodes may share a machine
             await node.say(Draw(plan, facts.first_process, facts.client_processes, shards, name))
@@ -278,7 +283,7 @@ class Fleet:
                 )
         self._agreed = plan
 
-    async def _arm(self, node: Node) -> list[Any]:
+    async def _arm(self, node: FleetNode) -> list[Any]:
         await node.say(Arm())
         return (await node.answer(Armed)).warm_ups
 
@@ -303,26 +308,26 @@ class Fleet:
     async def _stop(self) -> None:
         await asyncio.gather(*(node.say(messages.Stop()) for node in self.nodes if not node.lost))
 
-    async def _over(self, node: Node) -> Over:
+    async def _over(self, node: FleetNode) -> Finished:
         """A node that fails, as on a full disk, stops the others."""
         try:
-            end = await node.answer(Over)
+            end = await node.answer(Finished)
         except NodeLost:
-            return Over()
+            return Finished()
         except TransportError as error:
-            end = Over(str(error))
+            end = Finished(str(error))
         if end.problem:
             await self._stop()
         return end
 
     # After the load.
 
-    async def _bring_home(self, plan: Plan, directory: Path) -> None:
+    async def _bring_home(self, plan: ClientPlan, directory: Path) -> None:
         """Copies the records of all machines into the run directory, and writes down what is missing."""
         at_once = asyncio.Semaphore(HOME_AT_ONCE)
         self._facts.records_bytes = 0
 
-        async def one(node: Node) -> None:
+        async def one(node: FleetNode) -> None:
             async with at_once:
                 await self._home(node, directory)
 
@@ -344,7 +349,7 @@ class Fleet:
         self._facts.start_spread_ms = max(lags) - min(lags) if len(lags) > 1 else None
         _keep(directory, self.facts())
 
-    async def _home(self, node: Node, directory: Path) -> None:
+    async def _home(self, node: FleetNode, directory: Path) -> None:
         """The records of one machine. Of one that is lost, if it can be reached again."""
         member, there = node.member, node.facts.directory
         files = []
@@ -377,7 +382,7 @@ class Fleet:
             residual_ns = node.start_offset_ns - node.clock.offset_ns(self._facts.t0_ns or 0)
             node.facts.start_lag_ms = (min(left) + (0 if shift else residual_ns)) / 1e6
 
-    def _shift(self, node: Node) -> Callable[[int], int] | None:
+    def _shift(self, node: FleetNode) -> Callable[[int], int] | None:
         """What to add to a node's stamps, by the clock as all looks show it; None where that is next to nothing."""
         t0_ns, clock = self._facts.t0_ns or 0, node.clock
         ends = [look.at_ns for look in clock.looks] or [t0_ns]

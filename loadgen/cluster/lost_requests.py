@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import backends
-from loadgen.client.engine import Snapshot
-from loadgen.plan import Plan
+from loadgen.client.engine import LiveCounters
+from loadgen.plan import ClientPlan
 from loadgen.rundir import records
 from loadgen.rundir.records import Record, RecordsFile
 
 ERROR = "the machine that was to send it was lost"
 
 
-def write(path: Path, plan: Plan, shards: int, shares: range, snapshots: Sequence[Snapshot], t0_ns: int) -> None:
+def write(
+    path: Path, plan: ClientPlan, shards: int, shares: range, snapshots: Sequence[LiveCounters], t0_ns: int
+) -> None:
     """Writes a record for each request of `shares` that has none in the directory of `path`. Of a closed loop those
     that the last snapshots counted as begun: when they were due is not known, and is that snapshot's time."""
     try:
@@ -31,7 +33,7 @@ def write(path: Path, plan: Plan, shards: int, shares: range, snapshots: Sequenc
     file.abandon()
 
 
-def _begun(plan: Plan, shards: int, shares: range, snapshots: Sequence[Snapshot]) -> Iterator[Record]:
+def _begun(plan: ClientPlan, shards: int, shares: range, snapshots: Sequence[LiveCounters]) -> Iterator[Record]:
     job = plan.job
     workload = plan.prompts.build(backends.get(plan.backend), job.load, job.warmup)
     due_ns, closed = job.load.due_ns(), job.load.streams is not None

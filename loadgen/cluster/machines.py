@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from loadgen.cluster import ray_cluster
 from loadgen.cluster.fleet import Fleet
-from loadgen.cluster.ray_cluster import ClusterError, Machine
+from loadgen.cluster.ray_cluster import ClusterError, RayMachine
 from loadgen.config import Config, ConfigError
 from loadgen.target import Target
 
@@ -18,7 +18,7 @@ Strategy = Literal["STRICT_SPREAD", "SPREAD"]
 
 
 class Chosen(NamedTuple):
-    machines: list[Machine]
+    machines: list[RayMachine]
     strategy: Strategy
     notes: list[str]
 
@@ -36,7 +36,7 @@ async def fleet(config: Config, target: Target) -> AsyncIterator[Fleet]:
                 yield begun
 
 
-def choose(there: Sequence[Machine], server_hosts: set[str], wanted: int | None) -> Chosen:
+def choose(there: Sequence[RayMachine], server_hosts: set[str], wanted: int | None) -> Chosen:
     """So many machines, or all; those of the server only where there are too few others. Raises ConfigError and
     ClusterError."""
     notes = [f"{each.host} has no core for Ray's actors and is left out" for each in there if each.cpus < 1]
@@ -61,7 +61,7 @@ def choose(there: Sequence[Machine], server_hosts: set[str], wanted: int | None)
     return Chosen(list(itertools.islice(itertools.cycle(chosen), wanted)), "SPREAD", notes)
 
 
-def hosts_of(target: Target, there: Sequence[Machine]) -> set[str]:
+def hosts_of(target: Target, there: Sequence[RayMachine]) -> set[str]:
     """The addresses of the server's machine, as far as its name tells."""
     with contextlib.suppress(OSError):
         hosts = {str(found[4][0]) for found in socket.getaddrinfo(target.host, None)}

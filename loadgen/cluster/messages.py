@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from loadgen.client.engine import Snapshot, WarmUp
+from loadgen.client.engine import LiveCounters, WarmUp
 from loadgen.cluster.digests import Digests
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import Ceiling
 from loadgen.target import Target
 
@@ -26,14 +26,14 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
 class Calibrate(msgspec.Struct, frozen=True, tag=True):
     """Measure the client's ceiling in the shape of this plan."""
 
-    plan: Plan
+    plan: ClientPlan
 
 
 class Draw(msgspec.Struct, frozen=True, tag=True):
     """Draw the whole load; `processes` clients play the shares from `first` on of `shards`. name: of the directory of
     their records."""
 
-    plan: Plan
+    plan: ClientPlan
     first: int
     processes: int
     shards: int
@@ -98,10 +98,10 @@ class Armed(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Once a second, and at the end: a snapshot of each client process."""
 
-    snapshots: list[Snapshot]
+    snapshots: list[LiveCounters]
 
 
-class Over(msgspec.Struct, frozen=True, tag=True):
+class Finished(msgspec.Struct, frozen=True, tag="Over"):
     """Every client process has ended. problem: of the first that failed; writing: its records could be kept no more."""
 
     problem: str = ""
@@ -114,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-Answer = Hello | Reached | Calibrated | Drawn | Armed | Beat | Over | Failed
+Answer = Hello | Reached | Calibrated | Drawn | Armed | Beat | Finished | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 order_of = msgspec.msgpack.Decoder(Order).decode

@@ -35,8 +35,8 @@ from loadgen.cluster.messages import (
     Draw,
     Drawn,
     Failed,
+    Finished,
     Hello,
-    Over,
     Reach,
     Reached,
     Start,
@@ -50,7 +50,7 @@ REACH_S = 5.0
 GONE = 1  # exit code
 
 
-class Node:
+class NodeProcess:
     """What the driver's orders do. `say`: sends an answer."""
 
     def __init__(self, say: Callable[[messages.Answer], None]) -> None:
@@ -119,7 +119,7 @@ class Node:
         ticker.cancel()
         self._say(Beat(clients.snapshots))
         self._end()
-        self._say(Over(end.problem, end.writing))
+        self._say(Finished(end.problem, end.writing))
 
     def _end(self) -> None:
         if self._clients is not None:
@@ -137,7 +137,7 @@ async def _serve(host: str, answers: int) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(answers, LENGTH.pack(len(data)) + data)
 
-    node, echo = Node(say), Echo(host)
+    node, echo = NodeProcess(say), Echo(host)
 
     def look() -> None:
         if now_ns() - node.heard_ns > messages.SILENCE_S * 1e9:

@@ -41,7 +41,7 @@ class ClusterError(TransportError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class RayMachine:
     """A machine of the cluster, as Ray knows it. busy: whether Ray has no free core there."""
 
     id: str
@@ -102,7 +102,7 @@ def _why_not(address: str | None, error: Exception) -> str:
     return f"the Ray cluster {where} cannot be joined; run this on one of its machines ({text})."
 
 
-def machines() -> list[Machine]:
+def machines() -> list[RayMachine]:
     """Those that are alive, the driver's first, then by address. One that was started again may still be listed as it
     was before, too: the latest counts."""
     import ray
@@ -112,7 +112,7 @@ def machines() -> list[Machine]:
     for node in ray.nodes():
         if node["Alive"]:
             host, has = node["NodeManagerAddress"], node["Resources"]
-            alive[host] = Machine(node["NodeID"], host, has.get("CPU", 0.0), has.get("GPU", 0.0))
+            alive[host] = RayMachine(node["NodeID"], host, has.get("CPU", 0.0), has.get("GPU", 0.0))
     return sorted(alive.values(), key=lambda machine: (machine.host != own, _by_number(machine.host)))
 
 
@@ -276,7 +276,7 @@ def _agent(cpus: float, there: Any) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def placed(chosen: Sequence[Machine], strategy: str) -> AsyncIterator[list[RayMember]]:
+async def placed(chosen: Sequence[RayMachine], strategy: str) -> AsyncIterator[list[RayMember]]:
     """An agent on each of the machines, which may be there more than once; none is left behind. Raises ClusterError."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -313,7 +313,7 @@ async def placed(chosen: Sequence[Machine], strategy: str) -> AsyncIterator[list
             await asyncio.to_thread(remove_placement_group, group)
 
 
-def at(machine: Machine) -> RayMember:
+def at(machine: RayMachine) -> RayMember:
     """A machine's records, without a node process: for `collect`."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -26,11 +26,11 @@ from backends.protocol import Backend
 from backends.untrusted import printable
 from loadgen import models
 from loadgen.config import Config, ConfigError
-from loadgen.doctor.machine import Check, Observation, State, client_checks, guarded
+from loadgen.doctor.machine import DoctorCheck, Observation, State, client_checks, guarded
 from loadgen.document.content import Table
 from loadgen.document.terminal import aligned, rows
 from loadgen.load.dataset_files import counted
-from loadgen.models import Model
+from loadgen.models import ServedModel
 from loadgen.plan import planned_load
 from loadgen.rundir import WireFacts
 from loadgen.server import embedded
@@ -44,7 +44,7 @@ IMAGE_BYTES = 20 * 10**9  # of the servers' images, unpacked
 _MARKS: dict[State, str] = {"ok": "ok", "warning": "! ", "problem": "!!"}
 
 
-def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
+def examine(config: Config, inventory: Inventory | None = None) -> list[DoctorCheck]:
     """Every check that says something about a run with these options; with no options, about this machine.
 
     `inventory`: the GPUs (default: this machine's). Raises ConfigError and UnknownBackend for options that make no run
@@ -57,7 +57,7 @@ def examine(config: Config, inventory: Inventory | None = None) -> list[Check]:
     return [*(_open_checks(inventory) if config.where == "embedded" else _launch_checks(config, inventory)), *own]
 
 
-def wire(measure: Callable[[], WireFacts | None]) -> Check:
+def wire(measure: Callable[[], WireFacts | None]) -> DoctorCheck:
     """What lies between this machine and the server of --url adds to the time of a first token."""
 
     def found() -> Observation:
@@ -77,7 +77,7 @@ def wire(measure: Callable[[], WireFacts | None]) -> Check:
     return guarded("wire", found)
 
 
-def render(checks: list[Check]) -> str:
+def render(checks: list[DoctorCheck]) -> str:
     """One line a check, with advice below those that need it. ASCII marks, for any terminal or log."""
     cells = []
     for check in checks:
@@ -121,7 +121,7 @@ def _refused(state: State, why: object) -> Observation:
     return Observation(state, seen, advice)
 
 
-def _load_checks(config: Config) -> Iterator[Check]:
+def _load_checks(config: Config) -> Iterator[DoctorCheck]:
     """Checks the file that the load is made of."""
     if (path := config.dataset or config.trace) is not None:
         backend = backends.get(config.kind)
@@ -144,7 +144,7 @@ def _load(config: Config, backend: Backend, path: Path) -> Observation:
 # -- a server that would be started ------------------------------------------------------------------------------------
 
 
-def _open_checks(inventory: Inventory) -> Iterator[Check]:
+def _open_checks(inventory: Inventory) -> Iterator[DoctorCheck]:
     """No run is named: Docker and GPUs are only listed, since the embedded server needs neither."""
     engine = guarded("Docker", lambda: _docker("warning"))
     yield engine
@@ -156,7 +156,7 @@ def _open_checks(inventory: Inventory) -> Iterator[Check]:
         yield guarded("P2P", lambda: _p2p(gpus.decide_p2p("auto", inventory, chosen), inventory, chosen))
 
 
-def _launch_checks(config: Config, inventory: Inventory) -> Iterator[Check]:
+def _launch_checks(config: Config, inventory: Inventory) -> Iterator[DoctorCheck]:
     backend, model = backends.get(config.kind), models.find(config.model or "7b")
     adapter = backend.adapter
     if adapter is None:
@@ -232,7 +232,7 @@ def _server(config: Config, adapter: Adapter) -> Observation:
     )
 
 
-def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception) -> Iterator[Check]:
+def _gpu_checks(config: Config, inventory: Inventory, launch: Launch | Exception) -> Iterator[DoctorCheck]:
     """Checks the GPUs that would be used, or all that might be, where it is not known which would."""
     try:
         ids = None if config.gpus is None else [name for name in config.gpus.split(",") if name.strip()]
@@ -301,7 +301,7 @@ def _shared_memory(tp: int) -> Observation:
     )
 
 
-def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
+def _model(config: Config, adapter: Adapter, model: ServedModel) -> Observation:
     if directory := model.local(dummy_weights=config.dummy_weights):
         return Observation("ok", f"{model.name} is here: {directory}")
     if not adapter.loads_from_hub:
@@ -324,7 +324,7 @@ def _model(config: Config, adapter: Adapter, model: Model) -> Observation:
     return Observation("ok", seen)
 
 
-def _token(model: Model) -> Observation:
+def _token(model: ServedModel) -> Observation:
     if models.hf_token():
         return Observation("ok", f"there is one; whether its owner may read {model.hf_id} will show")
     return Observation(

@@ -32,7 +32,7 @@ class Observation(NamedTuple):
     advice: str = ""
 
 
-class Check(NamedTuple):
+class DoctorCheck(NamedTuple):
     """A question, by its name, and the answer."""
 
     name: str
@@ -41,15 +41,15 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def guarded(name: str, check: Callable[[], Observation]) -> Check:
+def guarded(name: str, check: Callable[[], Observation]) -> DoctorCheck:
     """The check's answer; that it could not be made is one as well, because the others are wanted all the same."""
     try:
-        return Check(name, *check())
+        return DoctorCheck(name, *check())
     except Exception as error:
-        return Check(name, "warning", f"cannot be checked: {error or type(error).__name__}")
+        return DoctorCheck(name, "warning", f"cannot be checked: {error or type(error).__name__}")
 
 
-def client_checks(config: Config) -> Iterator[Check]:
+def client_checks(config: Config) -> Iterator[DoctorCheck]:
     """What the client needs, for the load that these options ask for."""
     load = config.load
     burst = (load.requests or DEFAULT_REQUESTS) if load.streams is None else load.streams.most

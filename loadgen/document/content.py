@@ -35,11 +35,11 @@ def made_by(origin: str) -> str:
     return f"{first}: emulated hardware, no real server; these numbers describe no real hardware."
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DocumentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of a document, as the script of the page reads it."""
 
 
-class Link(Part, frozen=True):
+class Link(DocumentPart, frozen=True):
     """A way to another page: `href` is a relative path of files beside this one, or `#ID` of a section. The path is as
     the file system has it (rendering quotes it). Anything else, such as a URL with a scheme, is shown as plain text."""
 
@@ -47,21 +47,21 @@ class Link(Part, frozen=True):
     href: str
 
 
-class Number(Part, frozen=True):
+class Number(DocumentPart, frozen=True):
     """A number in a table: `text` is shown, `value` is the exact number behind it (None: unknown)."""
 
     text: str
     value: float | None = None
 
 
-class Text(Part, tag="text", frozen=True):
+class Text(DocumentPart, tag="text", frozen=True):
     """A paragraph; `tone` colours it."""
 
     text: str
     tone: Tone = "plain"
 
 
-class Listed(Part, frozen=True):
+class ListItem(DocumentPart, frozen=True):
     """An item: `head` in bold, then `text`, and `advice` on a line of its own."""
 
     head: str
@@ -70,13 +70,13 @@ class Listed(Part, frozen=True):
     tone: Tone = "plain"
 
 
-class Items(Part, tag="items", frozen=True):
+class Items(DocumentPart, tag="items", frozen=True):
     """A list, such as findings."""
 
-    items: Sequence[Listed]
+    items: Sequence[ListItem]
 
 
-class Code(Part, tag="code", frozen=True):
+class Code(DocumentPart, tag="code", frozen=True):
     """A command, or a text to be shown as it is; a button copies it."""
 
     text: str
@@ -94,7 +94,7 @@ def cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell.text
 
 
-class Column(Part, frozen=True):
+class Column(DocumentPart, frozen=True):
     """group: a heading over neighbours that share it. left: it is text and no number. optional: a narrow terminal may
     leave it out, with its group."""
 
@@ -104,7 +104,7 @@ class Column(Part, frozen=True):
     optional: bool = False
 
 
-class Table(Part, tag="table", frozen=True):
+class Table(DocumentPart, tag="table", frozen=True):
     """Rows of cells under headers. `numeric`: all columns but the first are aligned right, where no `Column` says
     otherwise. `folded`: on a page it is behind its caption until asked for. below: sentences under it. notes: what the
     numbers in square brackets stand for, from 1. id: its name in files."""
@@ -144,7 +144,7 @@ class Table(Part, tag="table", frozen=True):
         return self.keeping([at for at in range(len(self.headers)) if any(row[at] for row in texts)])
 
 
-class Series(Part, frozen=True):
+class Series(DocumentPart, frozen=True):
     """One curve. x, y: as long as each other, x ascending, in the units of the axes. kind: how it is drawn; a step
     holds its y until the next x. low, high: a band or whiskers around y. labels: what hover says of each point
     beside its numbers; names: what stands beside it. hrefs: where a click on each point leads, "" nowhere. group:
@@ -165,7 +165,7 @@ class Series(Part, frozen=True):
     dashed: bool = False
 
 
-class Shade(Part, frozen=True):
+class Shade(DocumentPart, frozen=True):
     """A stretch of the x axis: a phase of the load, a stall of the server, the bracket of a search."""
 
     start: float
@@ -174,7 +174,7 @@ class Shade(Part, frozen=True):
     tone: Tone = "plain"
 
 
-class Mark(Part, frozen=True):
+class Mark(DocumentPart, frozen=True):
     """A line across the chart at a value of one axis."""
 
     axis: Literal["x", "y"]
@@ -182,7 +182,7 @@ class Mark(Part, frozen=True):
     label: str
 
 
-class Chart(Part, tag="chart", frozen=True):
+class Chart(DocumentPart, tag="chart", frozen=True):
     """Curves over one x axis.
 
     x_label, y_label: what an axis counts and in parentheses its unit, "ttft (ms)", or a unit of one word, "requests/s";
@@ -215,7 +215,7 @@ class Chart(Part, tag="chart", frozen=True):
 Block = Text | Items | Code | Table | Chart
 
 
-class Section(Part, frozen=True):
+class Section(DocumentPart, frozen=True):
     """A part of the document under a heading; `id` is its anchor. figures: the files that its charts are drawn into
     together, by their names; the suffix says how. detail: a terminal does without it."""
 
@@ -230,7 +230,7 @@ class Section(Part, frozen=True):
         return [block for block in self.blocks if isinstance(block, Chart)]
 
 
-class Tile(Part, frozen=True):
+class Tile(DocumentPart, frozen=True):
     """A number that is seen first: what it is, with its unit; its values by name; and where it leads, `#ID`."""
 
     label: str
@@ -238,7 +238,7 @@ class Tile(Part, frozen=True):
     href: str = ""
 
 
-class Document(Part, frozen=True):
+class Document(DocumentPart, frozen=True):
     """A result. verdict: one line under the title, coloured by `tone`; doubt: what it adds in the colour of a warning.
     origin: "emulated", "predicted" or "" of all of it, told beside the title. stamp: what its figures say in red, since
     they leave it without its pages, such as INVALID. tiles: the main numbers, under the verdict. footer: one line at

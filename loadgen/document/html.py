@@ -31,11 +31,11 @@ from loadgen.document.content import (
     Chart,
     Code,
     Document,
+    DocumentPart,
     Items,
     Link,
-    Listed,
+    ListItem,
     Number,
-    Part,
     Section,
     Series,
     Table,
@@ -179,7 +179,7 @@ def _block(block: Block) -> str:
             assert_never(block)
 
 
-def _item(item: Listed) -> str:
+def _item(item: ListItem) -> str:
     head = f"<strong>{_text(item.head)}</strong> " if item.head else ""
     finding = f"{head}{_text(item.text)}"
     if item.advice or (item.head and item.tone != "plain"):  # folded to a line; the whole of it is behind that
@@ -297,7 +297,7 @@ def _plain(value: object, key: str = "") -> object:
     """A part of a page as JSON has it: fields by name without those that have their default, no text that does not
     print, no number that is not finite."""
     match value:
-        case Part():
+        case DocumentPart():
             fields = msgspec.structs.fields(value)
             return {
                 field.name: _plain(getattr(value, field.name), field.name)

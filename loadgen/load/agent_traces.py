@@ -26,7 +26,7 @@ import numpy as np
 from backends.files import opened
 from backends.untrusted import UNDECODABLE, reason
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
-from loadgen.load.turns import Turns, Wait
+from loadgen.load.turns import TurnDelay, Turns
 
 BLOCK_TOKENS = 64
 MOST_SESSION_BYTES = 1 << 28
@@ -60,7 +60,7 @@ def planned(sessions: Sequence[Sequence[Pending]], speed: float = 1.0) -> tuple[
     if most_ns > MOST_S * 1e9 * speed:
         raise WorkloadError(f"--trace-speed {speed:g} makes a turn wait for over {MOST_S:g} s; name a higher speed.")
     rows: list[int] = []
-    waits: dict[int, tuple[Wait, ...]] = {}
+    waits: dict[int, tuple[TurnDelay, ...]] = {}
     for session in sessions:
         number_of: dict[int, int] = {}
         for place in _in_order(session):
@@ -68,7 +68,8 @@ def planned(sessions: Sequence[Sequence[Pending]], speed: float = 1.0) -> tuple[
         for each in session:
             if each.waits:
                 waits[number_of[each.row]] = tuple(
-                    Wait(number_of[row], round(delay_ns / speed), from_due) for row, delay_ns, from_due in each.waits
+                    TurnDelay(number_of[row], round(delay_ns / speed), from_due)
+                    for row, delay_ns, from_due in each.waits
                 )
         rows.extend(number_of)
     counts = np.array([len(session) for session in sessions], np.int64)

@@ -73,9 +73,9 @@ class Adapters(msgspec.Struct, frozen=True):
         """Those that a server must have."""
         return tuple(name for name in self.names if name != BASE)
 
-    def drawn(self, seed: int) -> Shared[str]:
+    def drawn(self, seed: int) -> WeightedChoice[str]:
         """By a request's number, or a session's; empty for the model itself."""
-        return Shared(["" if name == BASE else name for name in self.names], self.weights, seed, _ADAPTERS)
+        return WeightedChoice(["" if name == BASE else name for name in self.names], self.weights, seed, _ADAPTERS)
 
 
 class Priorities(msgspec.Struct, frozen=True):
@@ -84,11 +84,11 @@ class Priorities(msgspec.Struct, frozen=True):
     values: tuple[int, ...]
     weights: tuple[float, ...]
 
-    def drawn(self, seed: int) -> Shared[int]:
-        return Shared(self.values, self.weights, seed, _PRIORITIES)
+    def drawn(self, seed: int) -> WeightedChoice[int]:
+        return WeightedChoice(self.values, self.weights, seed, _PRIORITIES)
 
 
-class Shared(Generic[T]):
+class WeightedChoice(Generic[T]):
     """One of `values` for each request, or session, in proportion to their weights."""
 
     def __init__(self, values: Sequence[T], weights: Sequence[float], seed: int, stream: int) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.load.dataset_files import Stamp, counted, items, respelled, stamp
+from loadgen.load.dataset_files import FileStamp, counted, items, respelled, stamp
 from loadgen.load.datasets import FORM, TokenCount
 from loadgen.load.lengths import Law, WorkloadError
 from loadgen.load.prompts import tokenizer_count
@@ -121,7 +121,7 @@ class Turn(msgspec.Struct, gc=False):
 
 
 @dataclass
-class LeftOut:
+class SkippedConversations:
     """What of a file is not sent: conversations in which no user says anything, those with images or other things than
     text, those with a character that JSON does not have (the first of them in `strange_first`), and what assistants
     said before any user did."""
@@ -157,7 +157,7 @@ class _File:
     """What was read of a file. count: of a tokenizer."""
 
     conversations: list[tuple[Turn, ...]] = field(default_factory=list)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: SkippedConversations = field(default_factory=SkippedConversations)
     count: Callable[[str], int] | None = None
     _lengths: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     _rows: tuple[str, str | int, list[_Message]] | None = (
@@ -309,7 +309,7 @@ def _turns(where: str, messages: list[_Message], keeps_replies: bool) -> tuple[l
 
 
 @functools.lru_cache(maxsize=1)
-def read_file(file: Stamp, tokenizer: str | None) -> _File:
+def read_file(file: FileStamp, tokenizer: str | None) -> _File:
     """Raises WorkloadError."""
     found = _File(count=None if tokenizer is None else tokenizer_count(tokenizer))
     for item in items(file.path, "conversations"):

@@ -22,7 +22,7 @@ from loadgen.load.lengths import WorkloadError
 _HEAD_BYTES = 1 << 20  # of a list, which show what its first item is
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class FileStamp(msgspec.Struct, frozen=True):
     """Which file it is, and whether it is still the same: what was read of it is kept under this."""
 
     path: Path
@@ -30,13 +30,13 @@ class Stamp(msgspec.Struct, frozen=True):
     modified_ns: int
 
 
-def stamp(path: Path) -> Stamp:
+def stamp(path: Path) -> FileStamp:
     """Raises WorkloadError for a file that is not there."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # a name that holds a NUL
         raise unreadable(path, error) from None
-    return Stamp(path, found.st_size, found.st_mtime_ns)
+    return FileStamp(path, found.st_size, found.st_mtime_ns)
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> WorkloadError:

@@ -10,7 +10,7 @@ import msgspec
 
 from backends.protocol import Prompt
 from backends.untrusted import UNDECODABLE, reason
-from loadgen.load.dataset_files import Stamp, counted, items, stamp
+from loadgen.load.dataset_files import FileStamp, counted, items, stamp
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 from loadgen.load.shapes import Shape
 from loadgen.load.turns import Turns
@@ -86,7 +86,7 @@ class Dataset:
 
 
 @functools.lru_cache(maxsize=1)
-def read_lines(file: Stamp, prompt_kind: str) -> list[_Prompt]:
+def read_lines(file: FileStamp, prompt_kind: str) -> list[_Prompt]:
     prompts = []
     decode: Any = msgspec.json.Decoder(_Line | str).decode
     for item in items(file.path, "prompts"):

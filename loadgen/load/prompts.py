@@ -145,7 +145,7 @@ class TokenIds:
         return Prompt(n_tokens=len(ids), token_ids=ids)
 
 
-class Text:
+class RandomText:
     """Random words that make up a prompt's tokens together with the `offset` tokens that the server adds.
 
     All begin with the same word, because how many tokens a first word is may depend on what the server puts before it.

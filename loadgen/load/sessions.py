@@ -15,7 +15,7 @@ import msgspec
 from backends.untrusted import escaped
 from loadgen.load.lengths import Law, Lengths
 from loadgen.load.shapes import Shape
-from loadgen.load.turns import Base, Turns, Wait
+from loadgen.load.turns import Base, TurnDelay, Turns
 
 if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     import numpy as np
@@ -84,7 +84,7 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
             counts = Lengths(self.turns, seed, "turns").first(sessions)
         else:
             counts = np.resize(np.asarray(self.counts, np.int64), sessions)
-        waits: dict[int, tuple[Wait, ...]] = {}
+        waits: dict[int, tuple[TurnDelay, ...]] = {}
         bases: dict[int, Base | None] = {}
         if self.delays_ms:
             waits = self._delays(counts)
@@ -96,14 +96,14 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
         _cut_back(turns, own, self.context_tokens, bases)
         return Turns(counts, think_time, from_due=self.from_due, waits=waits, bases=bases)
 
-    def _delays(self, counts: NDArray[np.int64]) -> dict[int, tuple[Wait, ...]]:
+    def _delays(self, counts: NDArray[np.int64]) -> dict[int, tuple[TurnDelay, ...]]:
         """What the turns wait for that have a delay of their own. A session's first turn waits for nothing."""
         import numpy as np
 
         firsts = {0, *np.cumsum(counts).tolist()}
         delays_ms = np.resize(self.delays_ms, int(counts.sum())).tolist()
         return {
-            number: (Wait(number - 1, delay_ms * 1_000_000),)
+            number: (TurnDelay(number - 1, delay_ms * 1_000_000),)
             for number, delay_ms in enumerate(delays_ms)
             if delay_ms >= 0 and number not in firsts
         }
@@ -113,7 +113,7 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
         counts: NDArray[np.int64],
         seed: int,
         think_time_ms: Lengths,
-        waits: dict[int, tuple[Wait, ...]],
+        waits: dict[int, tuple[TurnDelay, ...]],
         bases: dict[int, Base | None],
     ) -> NDArray[np.int64]:
         """How many turns each session has with those of its sub-agents, which are numbered after the turn that begins
@@ -130,10 +130,10 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
                 if begins_others and turn + 1 < count:
                     agents = range(number, number + each.count * each.turns, each.turns)
                     for first in agents:
-                        waits[first], bases[first] = (Wait(number - 1, 0),), None
+                        waits[first], bases[first] = (TurnDelay(number - 1, 0),), None
                     joined = number + each.count * each.turns
-                    think = Wait(number - 1, think_time_ms.at(joined) * 1_000_000, self.from_due)
-                    waits[joined] = (think, *(Wait(first + each.turns - 1, 0) for first in agents))
+                    think = TurnDelay(number - 1, think_time_ms.at(joined) * 1_000_000, self.from_due)
+                    waits[joined] = (think, *(TurnDelay(first + each.turns - 1, 0) for first in agents))
                     bases[joined], number = Base(number - 1), joined
             whole.append(number - begin)
         return np.array(whole, np.int64)

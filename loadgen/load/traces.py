@@ -61,7 +61,7 @@ _HashId = Annotated[int, msgspec.Meta(ge=0)]  # below 2^64, which msgspec cannot
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedRequests:
     """How many requests cannot be played, by why: a prompt of 0 tokens, or else a reply of 0 tokens (a failure); or
     more tokens than the model takes, the first of them in data line `too_long_line`."""
 
@@ -95,7 +95,7 @@ class Trace:
     block_tokens: int  # of one hash id; 0 where the format has none
     hash_ids: NDArray[np.int64]
     hash_offsets: NDArray[np.int64]
-    left_out: LeftOut
+    left_out: SkippedRequests
     notes: tuple[str, ...] = ()
     turns: Turns | None = None
 
@@ -556,7 +556,7 @@ class _Played:
             block_tokens=blocks.tokens,
             hash_ids=hash_ids,
             hash_offsets=hash_offsets,
-            left_out=LeftOut(self.no_input, self.no_output),
+            left_out=SkippedRequests(self.no_input, self.no_output),
             notes=(*notes, *self._notes(), *blocks.notes, *(_unit(self.format, due_ns) if turns is None else ())),
             turns=turns,
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # numpy is loaded to draw: options are read without it
     from numpy.typing import NDArray
 
 
-class Wait(NamedTuple):
+class TurnDelay(NamedTuple):
     """For the end of a turn, by its number, and so long after it. from_due: so long after that turn was due, but at
     least until it has ended."""
 
@@ -47,7 +47,7 @@ class Turns:
         think_time_ms: Lengths | None = None,
         *,
         from_due: bool = False,
-        waits: Mapping[int, tuple[Wait, ...]] | None = None,
+        waits: Mapping[int, tuple[TurnDelay, ...]] | None = None,
         bases: Mapping[int, Base | None] | None = None,
         whole: bool = False,
     ) -> None:
@@ -114,11 +114,11 @@ class Turns:
         """How long before that turn somebody thinks, where it waits for the one before it."""
         return 0 if self._think_time_ms is None else self._think_time_ms.at(number) * 1_000_000
 
-    def waits(self, number: int) -> tuple[Wait, ...]:
+    def waits(self, number: int) -> tuple[TurnDelay, ...]:
         """What that turn waits for; nothing where it is its session's first."""
         if (own := self._waits.get(number)) is not None:
             return own
-        return (Wait(number - 1, self.think_ns(number), self._from_due),) if self.place(number)[1] else ()
+        return (TurnDelay(number - 1, self.think_ns(number), self._from_due),) if self.place(number)[1] else ()
 
     def followers(self, number: int) -> Sequence[int]:
         """The turns that wait for that one."""
@@ -162,7 +162,7 @@ def _reversed(total: int, of: Callable[[int], Iterable[int]]) -> dict[int, list[
     return dict(found)
 
 
-class Going:
+class ActiveSessions:
     """The sessions under way: which turns may be sent as others end. Times are ns, or seconds where so asked."""
 
     def __init__(self, turns: Turns, *, in_seconds: bool = False) -> None:

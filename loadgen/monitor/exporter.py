@@ -32,7 +32,7 @@ from prometheus_client.samples import Exemplar
 
 from backends import foreign_files
 from backends.untrusted import escaped
-from loadgen.rundir import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, Family, RunError, Snapshot
+from loadgen.rundir import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, MetricFamily, RunError, Snapshot
 
 HOST = "127.0.0.1"
 STALE_S = 30.0
@@ -204,7 +204,7 @@ def _under_old_name(metric: Metric) -> Metric:
     return old
 
 
-def _family(family: Family, run: dict[str, str]) -> Metric:
+def _family(family: MetricFamily, run: dict[str, str]) -> Metric:
     name = re.sub(f"^{OLD_PREFIX}", PREFIX, family.name)
     if name in _OF_EACH_RUN:
         raise ValueError(name)

@@ -26,7 +26,7 @@ class Absent(Unreadable):
     """The server has no metrics at all."""
 
 
-class Series:
+class SeriesPicker:
     """Picks the wanted series out of Prometheus' text format.
 
     Histograms (neutral names in `_seconds`) give `_sum` and `_count`. A counter is found with and without `_total`. Of
@@ -91,7 +91,7 @@ class _Page:
 
         self._source = source
         self._url = url
-        self._series = Series(source.series)
+        self._series = SeriesPicker(source.series)
         self._timeout_s = timeout_s
         asked = (("Accept", "text/plain"), ("Accept-Encoding", "identity"))  # compressing would cost the server
         headers = source.headers_for(url, HttpRequest("GET", self._url, b"", asked))

@@ -20,7 +20,7 @@ from loadgen.clock import now_ns
 from loadgen.event_loop import in_thread
 from loadgen.monitor.messages import Begin
 from loadgen.monitor.prometheus import Absent, Metrics, Unreadable
-from loadgen.monitor.server_view import FILE, Header, ServerSample
+from loadgen.monitor.server_view import FILE, SamplesHeader, ServerSample
 
 LIMIT_RATIO = 0.8  # of a period: how long the server and the GPUs have, so that a sample is over before the next
 GPU_START_LIMIT_S = 8.0  # NVML starts a driver that slept, GPU by GPU
@@ -78,7 +78,7 @@ class Sampler:
                 self._schedule.cancel()
         await self.take()
 
-    async def _look(self) -> Header:
+    async def _look(self) -> SamplesHeader:
         """Opens what can be sampled; the header says what cannot."""
         source, problems = self._begin.source, []
         metrics = None
@@ -99,7 +99,7 @@ class Sampler:
             except Absent as error:
                 problems.insert(0, str(error))
         self._metrics, self._gpus = metrics, cards
-        return Header(
+        return SamplesHeader(
             run_id=self._begin.run_id,
             series=list(source.series) if source is not None and metrics is not None else [],
             gpus=cards.names if cards is not None else [],
@@ -137,7 +137,7 @@ class Sampler:
 class GpuReader:
     """Some GPUs of this machine. NVML may hang, so each look at them has a thread that nobody need wait for."""
 
-    def __init__(self, probe: gpus.Probe, names: list[str], limit_s: float) -> None:
+    def __init__(self, probe: gpus.GpuProbe, names: list[str], limit_s: float) -> None:
         self._probe, self.names, self._limit_s = probe, names, limit_s
         self._reading: asyncio.Future[list[GpuSample]] | None = None
 
@@ -145,8 +145,8 @@ class GpuReader:
     async def open(cls, indices: Sequence[int], limit_s: float) -> GpuReader:
         """Those NVML indices; limit_s: for each reading. Raises Absent when one is not there."""
 
-        def look() -> tuple[gpus.Inventory, gpus.Probe]:
-            return gpus.read(), gpus.Probe(indices)
+        def look() -> tuple[gpus.Inventory, gpus.GpuProbe]:
+            return gpus.read(), gpus.GpuProbe(indices)
 
         try:
             async with asyncio.timeout(GPU_START_LIMIT_S):

@@ -37,7 +37,7 @@ GPU_SERIES = {
 UNREADABLE = (OSError, EOFError, zlib.error)  # a file, packed or not
 
 
-class Header(msgspec.Struct, kw_only=True):
+class SamplesHeader(msgspec.Struct, kw_only=True):
     """First line. `series`: neutral names that were asked for. `gpus`: names, in the order of each sample's GPUs.
     `replicas`: addresses, in the order of each sample's replicas; empty where the server has one page of metrics.
     `error`: what could not be sampled at all, and why."""
@@ -205,11 +205,11 @@ def _lines(directory: Path) -> Iterator[bytes]:
             yield line
 
 
-def _decode(lines: Iterator[bytes], run_id: str) -> tuple[Header | None, list[ServerSample], str | None]:
+def _decode(lines: Iterator[bytes], run_id: str) -> tuple[SamplesHeader | None, list[ServerSample], str | None]:
     """Header and samples as far as they can be read, and what is wrong. A last line cut in two is left out."""
     samples: list[ServerSample] = []
     try:
-        header = msgspec.json.decode(next(lines, b""), type=Header)
+        header = msgspec.json.decode(next(lines, b""), type=SamplesHeader)
     except UNDECODABLE:
         return None, samples, f"{FILE} does not begin with a {SCHEMA} header"
     if header.schema != SCHEMA:
@@ -334,7 +334,7 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _gpus(header: Header, window: Sequence[ServerSample], t0_ns: int, end_ns: int) -> GpuStats | None:
+def _gpus(header: SamplesHeader, window: Sequence[ServerSample], t0_ns: int, end_ns: int) -> GpuStats | None:
     first = next((sample.gpus for sample in window if sample.gpus), None)
     if first is None:
         return None

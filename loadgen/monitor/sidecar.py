@@ -34,7 +34,7 @@ from loadgen.monitor.messages import (
     TakeSample,
     View,
 )
-from loadgen.monitor.server_view import FILE, Header
+from loadgen.monitor.server_view import FILE, SamplesHeader
 from loadgen.terminal import draws, in_foreground, say
 
 START_TIMEOUT_S = 10.0
@@ -119,7 +119,7 @@ class Monitor:
                 await self.start()
                 self.send(msgspec.structs.replace(begin, source=None, gpus=[]))
             series = list(begin.source.series) if begin.source else []
-            header = Header(run_id=begin.run_id, series=series, gpus=[], error=problem)
+            header = SamplesHeader(run_id=begin.run_id, series=series, gpus=[], error=problem)
             path = Path(begin.directory) / FILE
             with contextlib.suppress(OSError), path.open("xb") as file:  # what it did write stays
                 file.write(msgspec.json.encode(header) + b"\n")

@@ -18,7 +18,7 @@ from loadgen.monitor.messages import PERIOD_S, Live, View
 from loadgen.monitor.server_view import ServerSample
 from loadgen.monitor.tail import RecordTail
 from loadgen.monitor.totals import Totals
-from loadgen.rundir import Family, Manifest, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
+from loadgen.rundir import Manifest, MetricFamily, MetricSample, RunError, Snapshot, read_manifest, write_snapshot
 from loadgen.rundir.parts import OF_THE_RUN
 
 if TYPE_CHECKING:  # it loads rich, which a run without a view does without
@@ -62,39 +62,39 @@ class Recorder:
             if self._recent is not None:
                 self._recent.add(record)
 
-    def _live_families(self, over: bool) -> Iterator[Family]:
+    def _live_families(self, over: bool) -> Iterator[MetricFamily]:
         planned = self._manifest.requests_planned
         if planned is None and self.live is not None:
             planned = self.live.planned
         if planned is not None:
-            yield Family(
+            yield MetricFamily(
                 "llm_dissect_requests_planned", "gauge", "Measured requests of the whole run.", [MetricSample(planned)]
             )
         in_flight = 0 if over or self.live is None else self.live.in_flight
-        yield Family(
+        yield MetricFamily(
             "llm_dissect_requests_in_flight", "gauge", "Requests sent and not over.", [MetricSample(in_flight)]
         )
         falling_per_s = None if over or self.live is None else self.live.falling_per_s
-        yield Family(
+        yield MetricFamily(
             "llm_dissect_backlog_growth_requests_per_second",
             "gauge",
             "Requests that arrive a second beyond those that leave, while the server falls behind; else 0.",
             [MetricSample(falling_per_s or 0.0)],
         )
         events = 0 if self.live is None else self.live.events
-        yield Family(
+        yield MetricFamily(
             "llm_dissect_events_received",
             "counter",
             "Events that carried output, as they come.",
             [MetricSample(events)],
         )
 
-    def _server_families(self) -> Iterator[Family]:
+    def _server_families(self) -> Iterator[MetricFamily]:
         if self.sample is None:
             return
         for name, family, kind, help_text in _SERVER:
             if name in self.sample.metrics:
-                yield Family(family, kind, help_text, [MetricSample(self.sample.metrics[name])])
+                yield MetricFamily(family, kind, help_text, [MetricSample(self.sample.metrics[name])])
         for family, (kind, help_text, series) in _GPU.items():
             samples = [
                 MetricSample(value / divisor, {"gpu": str(gpu.index), **labels})
@@ -103,7 +103,7 @@ class Recorder:
                 if (value := getattr(gpu, attribute)) is not None
             ]
             if samples:
-                yield Family(family, kind, help_text, samples)
+                yield MetricFamily(family, kind, help_text, samples)
 
 
 _SERVER: tuple[tuple[str, str, Literal["gauge", "counter"], str], ...] = (

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from backends.untrusted import UNDECODABLE
-from loadgen.monitor.totals import Record
+from loadgen.monitor.totals import CountedRecord
 from loadgen.rundir import parts
-from loadgen.rundir.parts import OF_THE_RUN, Part
+from loadgen.rundir.parts import OF_THE_RUN, RecordsPart
 
 BLOCK_BYTES = 1 << 16  # of 1 MiB, each left a hole in the heap: the sidecar of a long run grew by megabytes
 
@@ -44,15 +44,15 @@ class RecordTail:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._tails: dict[Part, Tail | None] = {}  # None: read to its end
-        self._decode = msgspec.json.Decoder(Record).decode
+        self._tails: dict[RecordsPart, Tail | None] = {}  # None: read to its end
+        self._decode = msgspec.json.Decoder(CountedRecord).decode
 
     @property
     def writers(self) -> set[int]:
         """The workers whose files are followed, or OF_THE_RUN."""
         return {part.worker for part in self._tails}
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[CountedRecord]:
         """Those that are new."""
         found = [part for part in parts.find(self._directory) if not part.packed]
         followed = [part for part in found if part.worker != OF_THE_RUN]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from loadgen.rundir import Family, Histogram, MetricSample, pace
+from loadgen.rundir import Histogram, MetricFamily, MetricSample, pace
 from loadgen.rundir.outcomes import OUTCOMES
 
 # Each bound is 2**0.5 times the one before: a quantile read off the buckets is at most 41 % off, mostly far less.
@@ -21,7 +21,7 @@ _LATENCIES = {
 }
 
 
-class Record(msgspec.Struct):
+class CountedRecord(msgspec.Struct):
     """What is needed of a line of records; the header and the footers are lines without an id."""
 
     id: int | None = None
@@ -76,7 +76,7 @@ class Totals:
         self._latencies = {name: _Latency(BOUNDS_S) for name in _LATENCIES}
         self._gaps_us = _Latency(bounds_us)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: CountedRecord) -> None:
         if record.client is not None:
             self.clients.append(record.client.get("state"))
         if record.id is None or record.phase != "measured" or record.outcome not in self.outcomes:
@@ -111,8 +111,8 @@ class Totals:
         """How long a request took, in the mean, of those that ended ok."""
         return self._replies_ns / 1e9 / self.outcomes["ok"] if self.outcomes["ok"] else None
 
-    def families(self) -> Iterator[Family]:
-        yield Family(
+    def families(self) -> Iterator[MetricFamily]:
+        yield MetricFamily(
             "llm_dissect_requests", "counter", "Measured requests that are over, by outcome.",
             [MetricSample(count, {"outcome": outcome}) for outcome, count in self.outcomes.items()],
         )  # fmt: skip
@@ -120,11 +120,11 @@ class Totals:
             ("llm_dissect_prompt_tokens", "Tokens of the prompts, as the server counts.", self.prompt_tokens),
             ("llm_dissect_output_tokens", "Tokens of the replies, as the server counts.", self.output_tokens),
         ):
-            yield Family(name, "counter", help_text, [MetricSample(tokens)])
-        yield Family("llm_dissect_events", "counter", "Events that carried output.", [MetricSample(self.events)])
+            yield MetricFamily(name, "counter", help_text, [MetricSample(tokens)])
+        yield MetricFamily("llm_dissect_events", "counter", "Events that carried output.", [MetricSample(self.events)])
         if self._first_sent_ns >= 0 and self._last_done_ns > self._first_sent_ns:
             seconds = (self._last_done_ns - self._first_sent_ns) / 1e9
-            yield Family(
+            yield MetricFamily(
                 "llm_dissect_measured_seconds",
                 "gauge",
                 "From the first request to the last end.",
@@ -136,10 +136,10 @@ class Totals:
                 latency, unit = self._gaps_us, 1e-6
             bounds, counts, exemplars = list(BOUNDS_S), list(latency.counts), dict(latency.exemplars)
             histogram = Histogram(bounds, counts, latency.sum * unit, exemplars=exemplars)
-            yield Family(name, "histogram", help_text, histograms=[histogram])
+            yield MetricFamily(name, "histogram", help_text, histograms=[histogram])
 
 
-def _seconds(record: Record) -> Iterator[tuple[str, float]]:
+def _seconds(record: CountedRecord) -> Iterator[tuple[str, float]]:
     sent, first, last, done = record.sent_ns, record.first_token_ns, record.last_token_ns, record.done_ns
     if sent is None:
         return

@@ -12,7 +12,7 @@ from loadgen.live_view import MAX_SPARK, Picture
 from loadgen.monitor.frame import Frame, lines
 from loadgen.monitor.messages import Expected, Live, View
 from loadgen.monitor.server_view import ServerSample
-from loadgen.monitor.totals import Record, Totals
+from loadgen.monitor.totals import CountedRecord, Totals
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import AS_PLANNED
 
@@ -27,7 +27,7 @@ class Recent:
     def __init__(self) -> None:
         self._ended: deque[tuple[int, float]] = deque()  # done_ns since t = 0, ttft in ms
 
-    def add(self, record: Record) -> None:
+    def add(self, record: CountedRecord) -> None:
         sent, first, done = record.sent_ns, record.first_token_ns, record.done_ns
         if record.phase == "measured" and record.outcome == "ok" and None not in (sent, first, done):
             assert sent is not None and first is not None and done is not None

@@ -17,7 +17,7 @@ from loadgen.report import metrics
 from loadgen.report.finding import Finding
 from loadgen.report.metrics import Convention
 from loadgen.report.schema import Abandoned, Numbers, Resent
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 LEAST = 10  # of each kind, before their medians are compared
 APART = 3.0  # times what a slot takes to be filled must a held one take, or the two cannot be told apart
@@ -27,7 +27,7 @@ WAITS = 2.0
 FULL_RATIO, FULL_BUT = 0.9, 2
 
 
-def build(measured: Table, rules: Convention) -> Abandoned | None:
+def build(measured: RequestTable, rules: Convention) -> Abandoned | None:
     """None where no request was given up."""
     gone = measured.abandoned
     if not gone.any():
@@ -63,7 +63,7 @@ def _judged(found: Abandoned) -> Abandoned:
 _WORD = {True: "freed", False: "held"}
 
 
-def _refilled(measured: Table, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _refilled(measured: RequestTable, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """For each reply of `rows`, in the order in which they ended: how long until as many were under way as just before,
     in ms; NaN where nobody waited then, or where that never came."""
     rows = rows[np.argsort(measured.done_ns[rows], kind="stable")]
@@ -93,7 +93,7 @@ def _next_at_least(level: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
-def _waits(measured: Table, at_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _waits(measured: RequestTable, at_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a request waited for a slot then (n,): it had been sent long before, and had no token."""
     begun = (measured.first_token_ns != -1) & (measured.sent_ns != -1)
     wait_ns = (measured.first_token_ns - measured.sent_ns)[begun]
@@ -105,7 +105,7 @@ def _waits(measured: Table, at_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
     return waiting
 
 
-def resent(measured: Table, rules: Convention) -> Resent | None:
+def resent(measured: RequestTable, rules: Convention) -> Resent | None:
     """None where no request was sent again."""
     if not measured.resent_ns:
         return None

@@ -37,7 +37,7 @@ from loadgen.report.schema import SCHEMA, Numbers, Report
 from loadgen.report.text import name_of
 from loadgen.rundir import Manifest, contradictions, records
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import ClientFacts, Recorded, Table
+from loadgen.rundir.records import ClientFacts, Recorded, RequestTable
 from loadgen.steady import changes, flows, keeping_up
 
 MAX_ERRORS = 5  # distinct messages that a report lists
@@ -47,7 +47,7 @@ MAX_ERROR_CHARACTERS = 300
 
 def build(
     manifest: Manifest,
-    table: Table,
+    table: RequestTable,
     facts: Sequence[ClientFacts],
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
@@ -107,7 +107,9 @@ def build(
     return _judged(numbers, findings.find(numbers, table, measured, facts, manifest, doubts))
 
 
-def _meanwhile(kept: Table, summaries: Mapping[str, metrics.Summary], rules: Convention) -> dict[str, metrics.Summary]:
+def _meanwhile(
+    kept: RequestTable, summaries: Mapping[str, metrics.Summary], rules: Convention
+) -> dict[str, metrics.Summary]:
     """The metrics with the replies of a warm-up that handed its slots over, which a server counts as they end; their
     first tokens came before."""
     found = {name: metrics.summary(metrics.sample(kept, name, rules), rules.percentile) for name in METRICS}
@@ -125,7 +127,7 @@ def _rules(convention: str) -> Convention:
     return CONVENTIONS[convention]
 
 
-def _requests(manifest: Manifest, measured: Table) -> schema.Requests:
+def _requests(manifest: Manifest, measured: RequestTable) -> schema.Requests:
     by_outcome = Counter(measured.outcome.tolist())
     ok = int(measured.ok.sum())
     return schema.Requests(
@@ -136,12 +138,12 @@ def _requests(manifest: Manifest, measured: Table) -> schema.Requests:
     )
 
 
-def _tokens(measured: Table) -> schema.TokenCounts:
+def _tokens(measured: RequestTable) -> schema.TokenCounts:
     ok = measured.ok
     return schema.TokenCounts(metrics.total(measured.prompt_tokens[ok]), metrics.total(measured.output_tokens[ok]))
 
 
-def _throughput(measured: Table, duration_s: float | None, full: slices.FullSlots | None) -> schema.Throughput:
+def _throughput(measured: RequestTable, duration_s: float | None, full: slices.FullSlots | None) -> schema.Throughput:
     if full is not None:
         return schema.Throughput(*map(full.rates.get, ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")))
     rates = {name: _per_s(count, duration_s) for name, count in metrics.counts(measured).items()}
@@ -153,7 +155,7 @@ def _per_s(count: int | None, duration_s: float | None) -> float | None:
 
 
 def _goodput(
-    measured: Table, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
+    measured: RequestTable, slos: Mapping[str, float] | None, rules: Convention, duration_s: float | None
 ) -> schema.Goodput | None:
     if not slos:
         return None
@@ -166,7 +168,7 @@ def _goodput(
 
 def _on_the_wire(
     manifest: Manifest,
-    measured: Table,
+    measured: RequestTable,
     facts: Sequence[ClientFacts],
     rules: Convention,
     full: slices.FullSlots | None,
@@ -191,7 +193,7 @@ def _on_the_wire(
     }
 
 
-def _burst(measured: Table) -> schema.Burst | None:
+def _burst(measured: RequestTable) -> schema.Burst | None:
     """None when fewer than two requests due at t = 0 were sent."""
     due, spread_ms = metrics.send_spread_ms(measured)
     return None if spread_ms is None else schema.Burst(due, spread_ms)
@@ -209,13 +211,15 @@ def _offered(manifest: Manifest, due_ns: NDArray[np.int64]) -> float | None:
     return _per_s(len(due_ns) - 1, float(due_ns.max() - due_ns.min()) / 1e9 or None)  # at 1e9/s all may be due at once
 
 
-def _sessions(manifest: Manifest, measured: Table, rules: Convention) -> schema.SessionStats | None:
+def _sessions(manifest: Manifest, measured: RequestTable, rules: Convention) -> schema.SessionStats | None:
     planned = manifest.requests_planned
     offered_per_s = _offered(manifest, sessions.opened(measured).begin_ns)
     return sessions.build(measured, rules, offered_per_s, planned is None or len(measured) >= planned)
 
 
-def _steady(kept: Table, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]) -> schema.Steady | None:
+def _steady(
+    kept: RequestTable, manifest: Manifest, rules: Convention, silent: Sequence[schema.Stall]
+) -> schema.Steady | None:
     """None of a burst, whose transient is what it measures. kept: as `flows.kept` has it."""
     measured = kept.measured()
     of_sessions = bool((measured.turn > 0).any())
@@ -270,7 +274,7 @@ def _client(facts: Sequence[ClientFacts]) -> schema.ClientUse | None:
     )
 
 
-def _ceiling(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> schema.CeilingUse | None:
+def _ceiling(manifest: Manifest, measured: RequestTable, facts: Sequence[ClientFacts]) -> schema.CeilingUse | None:
     ceiling = manifest.ceiling
     if ceiling is None:
         return None
@@ -344,7 +348,7 @@ def _over(value: float | None, by: float | None) -> float | None:
     return None if value is None or not by else value / by
 
 
-def _errors(measured: Table) -> list[schema.ErrorCount]:
+def _errors(measured: RequestTable) -> list[schema.ErrorCount]:
     """The most frequent messages, each with its outcome and how many requests it ended."""
     failed = np.isin(measured.id, list(measured.errors))
     outcome_of = dict(zip(measured.id[failed].tolist(), measured.outcome[failed].tolist(), strict=True))
@@ -357,7 +361,7 @@ def from_directory(
     slos: Mapping[str, float] | None = None,
     convention: str = "loadgen",
     written: Recorded | None = None,
-) -> tuple[Report, Table]:
+) -> tuple[Report, RequestTable]:
     """The report and the records of a run directory. Raises ReportError, RunError or RecordsError.
 
     slos: limits for goodput; None takes those that the run was started with. written: what `records.read` would give,
@@ -399,7 +403,7 @@ def _kept(directory: Path, run_id: str) -> ServerView | None:
     return kept if (kept.schema, kept.run_id) == (SCHEMA, run_id) else None
 
 
-def write(directory: Path, report: Report, table: Table, *, figures: bool = False) -> None:
+def write(directory: Path, report: Report, table: RequestTable, *, figures: bool = False) -> None:
     """Writes report.json, report.md, report.html and the figures of the page that are asked for, replacing earlier
     ones. Raises ReportError, or RunError where the manifest is lost."""
     gc.disable()  # modules and figures are thousands of objects, and each search for cycles looks at the run's as well
@@ -411,7 +415,7 @@ def write(directory: Path, report: Report, table: Table, *, figures: bool = Fals
         gc.enable()
 
 
-def shown_run(directory: Path, report: Report, table: Table, place: int = 0, name: str = "") -> Shown:
+def shown_run(directory: Path, report: Report, table: RequestTable, place: int = 0, name: str = "") -> Shown:
     """A run as pages show it. place: among the runs of its page."""
     manifest = rundir.read_manifest(directory)
     samples = server_view.samples(directory, report.run_id)

@@ -40,10 +40,10 @@ from loadgen.report.pages import intervals, parts
 from loadgen.report.repeats import RunVerdict
 from loadgen.report.schema import Report
 from loadgen.rundir import Manifest
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from loadgen.steady import flows
 from loadgen.steady.blocks import NORMAL_975, Bounds, wilson
-from loadgen.steady.window import Estimate, Span, rate
+from loadgen.steady.window import Estimate, TimeSpan, rate
 
 NOTES = (
     "An interval covers the chance in which moments were measured, not the noise from run to run, which is often "
@@ -124,7 +124,7 @@ class _Runs:
     directories: list[Path]
     reports: list[Report]
     manifest: Manifest
-    table: Table
+    table: RequestTable
     windows: list[_Values | None]
 
     def side(self) -> Side:
@@ -299,9 +299,9 @@ def _acks(a: Manifest, b: Manifest) -> Iterator[str]:
 
 def build(
     manifest_a: Manifest,
-    table_a: Table,
+    table_a: RequestTable,
     manifest_b: Manifest,
-    table_b: Table,
+    table_b: RequestTable,
     slos: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Of one run on each side, as wholes. slos: the limits of goodput, in ms, where both have the same."""
@@ -336,7 +336,7 @@ class _Values(NamedTuple):
     """What a run measured, and the intervals of that. measured: all of it. blocks: into how many the run, or its
     window, was cut for these."""
 
-    measured: Table
+    measured: RequestTable
     blocks: int
     metrics: dict[str, dict[str, Estimate | None]]
     rates: dict[str, Estimate | None]
@@ -351,7 +351,7 @@ class _Values(NamedTuple):
         return {name: None if each is None else each.value for name, each in {**found, **self.rates}.items()}
 
 
-def _whole(manifest: Manifest, table: Table, slos: Mapping[str, float]) -> _Values:
+def _whole(manifest: Manifest, table: RequestTable, slos: Mapping[str, float]) -> _Values:
     measured, full = table.measured(), slices.full_slots(flows.kept(table, manifest), manifest)
     in_blocks = intervals.parts(measured, manifest.arrival)
     tail = intervals.tail_moments(measured, manifest.arrival)
@@ -362,13 +362,13 @@ def _whole(manifest: Manifest, table: Table, slos: Mapping[str, float]) -> _Valu
     return _Values(measured, len(in_blocks), rows, known)
 
 
-def _row(measured: Table, in_blocks: list[Table], name: str, tail: float) -> dict[str, Estimate | None]:
+def _row(measured: RequestTable, in_blocks: list[RequestTable], name: str, tail: float) -> dict[str, Estimate | None]:
     summary = metrics.summary(metrics.sample(measured, name, _RULES), _RULES.percentile)
     bounds = intervals.of_metric(measured, in_blocks, name, _RULES, repeats.STATISTICS, tail)
     return {each: _estimate(getattr(summary, each), bounds[each], len(in_blocks)) for each in repeats.STATISTICS}
 
 
-def _window(report: Report, table: Table) -> _Values | None:
+def _window(report: Report, table: RequestTable) -> _Values | None:
     """Of the run's steady window: ttft and what is known when a request is sent of those that were sent in it, the rest
     of those whose replies end in it."""
     window = None if report.steady is None else report.steady.window
@@ -388,7 +388,7 @@ def _window(report: Report, table: Table) -> _Values | None:
     }
     rates: dict[str, Estimate | None] = {**window.throughput}
     if report.goodput is not None:
-        span = Span(window.from_s, window.to_s, len(of_sent))
+        span = TimeSpan(window.from_s, window.to_s, len(of_sent))
         good = metrics.good(measured, report.goodput.slos_ms, _RULES)
         rates[GOODPUT] = rate(measured.done_ns[measured.ok & good] / 1e9, span)
     return _Values(measured, len(of_sent), rows, rates)
@@ -421,7 +421,7 @@ def _few(requests: int) -> Iterator[str]:
         )
 
 
-def _side(manifest: Manifest, measured: Table) -> Side:
+def _side(manifest: Manifest, measured: RequestTable) -> Side:
     return Side(
         run_id=manifest.run_id,
         backend=manifest.backend,
@@ -432,7 +432,7 @@ def _side(manifest: Manifest, measured: Table) -> Side:
     )
 
 
-def _failures(a: Table, b: Table) -> Contrast:
+def _failures(a: RequestTable, b: RequestTable) -> Contrast:
     """Share of measured requests that did not end ok."""
     if len(a) == 0 or len(b) == 0:
         return contrast(None, None)
@@ -441,7 +441,7 @@ def _failures(a: Table, b: Table) -> Contrast:
     return of_estimates(Estimate(failed_a, *bounds_a), Estimate(failed_b, *bounds_b))
 
 
-def _rates(measured: Table, slos: Mapping[str, float], full: slices.FullSlots | None) -> dict[str, float | None]:
+def _rates(measured: RequestTable, slos: Mapping[str, float], full: slices.FullSlots | None) -> dict[str, float | None]:
     """Requests and tokens a second; requests within the limits too, where there are any."""
     seconds = metrics.duration_s(measured, _RULES) if full is None else full.seconds
     counts = metrics.counts(measured)

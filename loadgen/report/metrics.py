@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from loadgen.rundir import groups, pace
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 MILLION = 1e6
 METRICS = (
@@ -108,7 +108,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     p99_9: float | None = None
 
 
-def between_ms(table: Table, start: str, end: str) -> Column:
+def between_ms(table: RequestTable, start: str, end: str) -> Column:
     """`end` minus `start`, two `_ns` columns, in milliseconds; NaN where either never happened."""
     first, last = getattr(table, start), getattr(table, end)
     return np.where((first == -1) | (last == -1), np.nan, (last - first) / 1e6)
@@ -119,29 +119,29 @@ def _per_token_ms(total_ms: Column, tokens: NDArray[np.int64], least: int) -> Co
     return np.where(tokens >= least, total_ms / np.maximum(tokens, 1), np.nan)
 
 
-def _naive_decode_ms(table: Table) -> Column:
+def _naive_decode_ms(table: RequestTable) -> Column:
     """As others have it: (last token - first token) / (output tokens - 1); NaN for a reply in one event."""
     decode_ms = np.where(table.events >= 2, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
     return _per_token_ms(decode_ms, table.output_tokens - 1, 1)
 
 
-def _decode_ms(table: Table) -> Column:
+def _decode_ms(table: RequestTable) -> Column:
     paced = (table.first_tokens >= 0) & (table.events >= 2)
     decode_ms = np.where(paced, between_ms(table, "first_token_ns", "last_token_ns"), np.nan)
     return _per_token_ms(decode_ms, table.output_tokens - table.first_tokens, 1)
 
 
-def paceless(table: Table) -> NDArray[np.bool_]:
+def paceless(table: RequestTable) -> NDArray[np.bool_]:
     """Replies (n,) of two tokens or more, by the server's count, whose pace cannot be known: `hidden` or `bent`."""
     return table.ok & (table.output_tokens >= 2) & (table.events > 0) & (table.first_tokens < 0)
 
 
-def is_unknown(those: NDArray[np.bool_], table: Table) -> bool:
+def is_unknown(those: NDArray[np.bool_], table: RequestTable) -> bool:
     """Whether `those` replies (n,) are so many that a metric without them says nothing of the load."""
     return int(those.sum()) > UNKNOWN_RATIO * int((table.ok & (table.events > 0)).sum())
 
 
-def bent(table: Table) -> NDArray[np.bool_]:
+def bent(table: RequestTable) -> NDArray[np.bool_]:
     """Which of `paceless` (n,) came in too few reads: reads made their gaps, and their first token's time."""
     found = paceless(table)
     for row in np.flatnonzero(found).tolist():
@@ -149,7 +149,7 @@ def bent(table: Table) -> NDArray[np.bool_]:
     return found
 
 
-def held(table: Table) -> NDArray[np.bool_]:
+def held(table: RequestTable) -> NDArray[np.bool_]:
     """Replies (n,) with a pace whose first read brought so many events that most of a token's time, several times over,
     is in their ttft: something held their beginning back."""
     found = np.zeros(len(table), np.bool_)
@@ -172,14 +172,14 @@ def price_per_million(gpu_hour_price: float | None, gpus: int | None, per_s: flo
     return gpu_hour_price * gpus / 3600 / per_s * MILLION
 
 
-def _pooled_gaps(table: Table) -> Distribution:
+def _pooled_gaps(table: RequestTable) -> Distribution:
     """Every gap between neighbouring events of the ok requests, each one sample; none where most are made by reads."""
     without = bent(table)
     made_between = is_unknown(without, table) or groups.clock_us(table) is not None
     return _NO_GAPS if made_between else _gaps(table, without)
 
 
-def _gaps(table: Table, without: NDArray[np.bool_]) -> Distribution:
+def _gaps(table: RequestTable, without: NDArray[np.bool_]) -> Distribution:
     short, longer = np.zeros(COUNTED_US + 1, np.int64), [np.empty(0, np.uint32)]
     before = 0
     for part in table.blocks():
@@ -202,7 +202,7 @@ def defined(values: Column) -> Distribution:
 _NO_GAPS = Distribution(np.empty(0), 1.0)
 
 
-def _request_means_by_token(table: Table) -> Distribution:
+def _request_means_by_token(table: RequestTable) -> Distribution:
     """A request's mean gap, counted once for each of its gaps."""
     means = _naive_decode_ms(table)
     rows = np.flatnonzero(~np.isnan(means) & table.ok)
@@ -210,7 +210,7 @@ def _request_means_by_token(table: Table) -> Distribution:
     return Distribution(Counted(means[rows], table.output_tokens[rows] - 1), 1.0)
 
 
-def _between(start: str, end: str) -> Callable[[Table], Column]:
+def _between(start: str, end: str) -> Callable[[RequestTable], Column]:
     return lambda table: between_ms(table, start, end)
 
 
@@ -223,10 +223,10 @@ class Convention:
     expect, and what the records cannot give."""
 
     name: str
-    ttft: Callable[[Table], Column] = _TTFT
-    tpot: Callable[[Table], Column] = _decode_ms
-    e2el: Callable[[Table], Column] = _E2EL
-    itl: Callable[[Table], Distribution] = _pooled_gaps
+    ttft: Callable[[RequestTable], Column] = _TTFT
+    tpot: Callable[[RequestTable], Column] = _decode_ms
+    e2el: Callable[[RequestTable], Column] = _E2EL
+    itl: Callable[[RequestTable], Distribution] = _pooled_gaps
     percentile: PercentileMethod = "linear"
     from_zero: bool = False  # throughput: from t = 0 instead of from the first request sent
     differs: str
@@ -293,7 +293,7 @@ _BY_NO_CONVENTION = {
 }
 
 
-def column(table: Table, metric: str, convention: Convention) -> Column:
+def column(table: RequestTable, metric: str, convention: Convention) -> Column:
     """One value a request, in milliseconds (n,); `itl_ms`, which has many a request, is not a column."""
     by_name = {"ttft_ms": convention.ttft, "tpot_ms": convention.tpot, "e2el_ms": convention.e2el, **_BY_NO_CONVENTION}
     if metric not in by_name:
@@ -301,7 +301,7 @@ def column(table: Table, metric: str, convention: Convention) -> Column:
     return by_name[metric](table)
 
 
-def fair_column(table: Table, metric: str, convention: Convention) -> Column:
+def fair_column(table: RequestTable, metric: str, convention: Convention) -> Column:
     """`column`, but NaN for all where too many have no value that can be known: the others are not a fair sample."""
     own = convention.name == "loadgen" and metric == "tpot_ms"
     if own and is_unknown(paceless(table), table):
@@ -309,7 +309,7 @@ def fair_column(table: Table, metric: str, convention: Convention) -> Column:
     return column(table, metric, convention)
 
 
-def sample(measured: Table, metric: str, convention: Convention) -> Distribution:
+def sample(measured: RequestTable, metric: str, convention: Convention) -> Distribution:
     """The defined values of a metric over the requests that ended ok."""
     if metric == "itl_ms":
         return convention.itl(measured)
@@ -352,7 +352,7 @@ def summary(measured: Distribution, method: PercentileMethod) -> Summary:
     )
 
 
-def duration_s(measured: Table, convention: Convention) -> float | None:
+def duration_s(measured: RequestTable, convention: Convention) -> float | None:
     """Seconds that throughput divides by, from the first request sent to the last reply ended, whatever its outcome (as
     `vllm bench`); None when nothing was sent or nothing ended."""
     sent, done = measured.sent_ns[measured.sent_ns != -1], measured.done_ns[measured.done_ns != -1]
@@ -362,7 +362,7 @@ def duration_s(measured: Table, convention: Convention) -> float | None:
     return seconds if seconds > 0 else None
 
 
-def items(measured: Table) -> NDArray[np.int64] | None:
+def items(measured: RequestTable) -> NDArray[np.int64] | None:
     """How many texts each request had that was answered with a vector or a score for each, (n,); None where replies are
     texts."""
     if not measured.items:
@@ -370,7 +370,7 @@ def items(measured: Table) -> NDArray[np.int64] | None:
     return np.array([measured.items.get(number, 0) for number in measured.id.tolist()], np.int64)
 
 
-def counts(measured: Table) -> dict[str, int | None]:
+def counts(measured: RequestTable) -> dict[str, int | None]:
     """What the requests that ended ok came to, by the names of the rates. Where replies are no texts there are items,
     and no output tokens."""
     ok, of_texts = measured.ok, items(measured)
@@ -386,7 +386,7 @@ def total(counts: NDArray[np.int64]) -> int | None:
     return int(known.sum()) if len(known) else None
 
 
-def good(measured: Table, slos_ms: Mapping[str, float], convention: Convention) -> NDArray[np.bool_]:
+def good(measured: RequestTable, slos_ms: Mapping[str, float], convention: Convention) -> NDArray[np.bool_]:
     """Which requests (n,) ended ok and meet every limit. Below two output tokens any tpot is met; unknown meets none.
 
     Raises ValueError for a limit on anything but ttft, tpot and e2el (the names of `vllm bench serve --goodput`).
@@ -402,7 +402,7 @@ def good(measured: Table, slos_ms: Mapping[str, float], convention: Convention) 
     return meets
 
 
-def good_count(measured: Table, slos_ms: Mapping[str, float], convention: Convention) -> int | None:
+def good_count(measured: RequestTable, slos_ms: Mapping[str, float], convention: Convention) -> int | None:
     """How many requests are `good`; None where too many have a ttft or tpot that is limited and cannot be known. Raises
     ValueError."""
     count = int(good(measured, slos_ms, convention).sum())
@@ -412,7 +412,7 @@ def good_count(measured: Table, slos_ms: Mapping[str, float], convention: Conven
     return None if unknown and convention.name == "loadgen" else count
 
 
-def send_spread_ms(measured: Table) -> tuple[int, float | None]:
+def send_spread_ms(measured: RequestTable) -> tuple[int, float | None]:
     """How many requests were due at t = 0, and the time from the first of them sent to the last (None below two)."""
     burst = measured.sent_ns[(measured.scheduled_ns == 0) & (measured.sent_ns != -1)]
     due = int((measured.scheduled_ns == 0).sum())
@@ -428,7 +428,7 @@ def under_way(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> tuple[C
     return at_ns[order] / 1e9, np.cumsum(change[order])
 
 
-def peak_events_per_s(measured: Table) -> float | None:
+def peak_events_per_s(measured: RequestTable) -> float | None:
     """Events in the busiest second, counted in whole seconds from the first event; None without events.
 
     A run whose events all fall within one second is divided by the time they took, at least a tenth of a second.
@@ -446,7 +446,7 @@ def peak_events_per_s(measured: Table) -> float | None:
     return float(counts.max())
 
 
-def event_times_us(table: Table, since_ns: int = 0) -> NDArray[np.int64]:
+def event_times_us(table: RequestTable, since_ns: int = 0) -> NDArray[np.int64]:
     """When each event of each reply arrived, in microseconds since `since_ns`, one reply's after another's but for the
     first events, which come first; shape (all events,)."""
     begin_us = (table.first_token_ns - since_ns) // 1000
@@ -455,7 +455,7 @@ def event_times_us(table: Table, since_ns: int = 0) -> NDArray[np.int64]:
     return np.concatenate((begin_us[table.first_token_ns != -1], later_us))
 
 
-def _events_by_second(table: Table, first_ns: int, seconds: int) -> NDArray[np.int64]:
+def _events_by_second(table: RequestTable, first_ns: int, seconds: int) -> NDArray[np.int64]:
     """How many events fall into each second since `first_ns` (seconds,)."""
     times_us = event_times_us(table, first_ns)
     return np.bincount(np.clip(times_us // 1_000_000, 0, seconds - 1), minlength=seconds)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from loadgen.report import metrics
 from loadgen.report.metrics import Convention, Summary
 from loadgen.report.schema import Reasoning
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 
-def ttft_answer(measured: Table, rules: Convention) -> Summary | None:
+def ttft_answer(measured: RequestTable, rules: Convention) -> Summary | None:
     """None where no reply told its reasoning apart."""
     if not measured.answers_ns:
         return None
@@ -25,7 +25,7 @@ def ttft_answer(measured: Table, rules: Convention) -> Summary | None:
     return metrics.summary_of((answer_ns - measured.sent_ns)[answered] / 1e6, rules)
 
 
-def build(measured: Table, rules: Convention) -> Reasoning | None:
+def build(measured: RequestTable, rules: Convention) -> Reasoning | None:
     """None where no reply that ended ok says that it thought."""
     thought, answer_ns = _column(measured, measured.reasoning), _column(measured, measured.answers_ns)
     chosen = measured.ok & (thought > 0) & (measured.output_tokens >= thought)
@@ -41,7 +41,9 @@ def build(measured: Table, rules: Convention) -> Reasoning | None:
     )
 
 
-def _answer_tpot(measured: Table, rows: NDArray[np.int64], thought: NDArray[np.int64], rules: Convention) -> Summary:
+def _answer_tpot(
+    measured: RequestTable, rows: NDArray[np.int64], thought: NDArray[np.int64], rules: Convention
+) -> Summary:
     each_ms = []
     for row in rows.tolist():
         answer_ns = measured.answers_ns[int(measured.id[row])]
@@ -53,6 +55,6 @@ def _answer_tpot(measured: Table, rows: NDArray[np.int64], thought: NDArray[np.i
     return metrics.summary_of(np.array(each_ms, np.float64), rules)
 
 
-def _column(measured: Table, counts: dict[int, int]) -> NDArray[np.int64]:
+def _column(measured: RequestTable, counts: dict[int, int]) -> NDArray[np.int64]:
     """What a few requests have, of each (n,); -1 where it has none."""
     return np.array([counts.get(number, -1) for number in measured.id.tolist()], np.int64)

@@ -123,7 +123,7 @@ class ServerRequests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     accepted_tokens: int | None = None
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class RequestStage(msgspec.Struct, frozen=True):
     """One part of a request in the mean, by the server's own clock and, where the client has it too, by the client's.
     n: requests that the server counted, 0 where it does not say, and client_n: that ended meanwhile by the client; by:
     where the server says so."""
@@ -246,7 +246,7 @@ class ClientStall(msgspec.Struct, frozen=True):
     requests: int
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class SteadyWindow(msgspec.Struct, frozen=True, kw_only=True):
     """The steady state of a run: from when to when, seconds of the run. requests: those that were sent in it, whose
     latencies these are: by name, then mean, p50, p90, p95 and p99; too few for a percentile's interval have none.
     replies_to_s: until when those were sent whose replies end in it, of which tpot and e2el are."""
@@ -266,7 +266,7 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     unit: Literal["requests", "sessions"] = "requests"
     keeping_up: KeepingUp | None = None
-    window: Window | None = None
+    window: SteadyWindow | None = None
     why: str = ""
     peak: int | None = None
     change: Change | None = None
@@ -321,7 +321,7 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Summary]
 
 
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of the measured requests; of sessions, what each turn adds, as far as that is known. law: what they
     were drawn from; empty where that is no law."""
 
@@ -404,8 +404,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     server: ServerStats | None
     gpus: GpuUse | None
     errors: list[ErrorCount]
-    asked_prompt_tokens: Lengths | None = None
-    asked_output_tokens: Lengths | None = None
+    asked_prompt_tokens: LengthStats | None = None
+    asked_output_tokens: LengthStats | None = None
     ttft_answer_ms: Summary | None = None
     ttft_of_delivery: bool = False
     ttft_by_prompt: list[PromptQuartile] = []
@@ -422,7 +422,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timetable: Timetable | None = None
     full_slots_s: float | None = None  # of a run whose warm-up handed its slots over: what throughput divides by
     reply_models: dict[str, int] = {}
-    stamps: list[Stamp] = []
+    stamps: list[RequestStage] = []
     economics: Economics | None = None
     abandoned: Abandoned | None = None
     resent: Resent | None = None

@@ -20,7 +20,7 @@ from loadgen.report.metrics import Convention
 from loadgen.report.schema import SessionStats, TurnStats
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 EACH_TURN = 4  # turns that have a row of their own; from the next on, 4 turns share one, then 8, and so on
 MOST_REASON_CHARACTERS = 300
@@ -51,14 +51,14 @@ class _Ready(NamedTuple):
     at_ns: NDArray[np.int64]
 
 
-def _ordered(measured: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _ordered(measured: RequestTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows of turns (m,), session by session and in order; and where in them each session begins (s,)."""
     rows = np.flatnonzero(measured.turn > 0)
     rows = rows[np.lexsort((measured.turn[rows], measured.session[rows]))]
     return rows, np.flatnonzero(np.diff(measured.session[rows], prepend=-1))
 
 
-def _pairs(measured: Table) -> _Pairs:
+def _pairs(measured: RequestTable) -> _Pairs:
     rows, _ = _ordered(measured)
     earlier, later = rows[:-1], rows[1:]
     follows = (measured.session[earlier] == measured.session[later]) & (
@@ -69,7 +69,7 @@ def _pairs(measured: Table) -> _Pairs:
     return _Pairs(earlier[follows], later[follows])
 
 
-def _ready(measured: Table) -> _Ready:
+def _ready(measured: RequestTable) -> _Ready:
     earlier, later = _pairs(measured)
     rows, at_ns = later.tolist(), measured.done_ns[earlier].tolist()
     if measured.afters:
@@ -85,7 +85,7 @@ def _ready(measured: Table) -> _Ready:
     return _Ready(np.array(rows, np.int64), np.array(at_ns, np.int64))
 
 
-def opened(measured: Table) -> Spans:
+def opened(measured: RequestTable) -> Spans:
     """When each session was open; shapes (sessions,)."""
     rows, first = _ordered(measured)
     begin_ns = measured.scheduled_ns[rows[first]]
@@ -94,7 +94,7 @@ def opened(measured: Table) -> Spans:
     return Spans(begin_ns, np.maximum(begin_ns, np.maximum.reduceat(measured.done_ns[rows], first)))
 
 
-def thinking(measured: Table) -> Spans:
+def thinking(measured: RequestTable) -> Spans:
     """When sessions were thinking, or tools ran: a span before each turn but the first that came to be due."""
     rows, begin_ns = _ready(measured)
     end_ns = measured.scheduled_ns[rows]
@@ -102,14 +102,16 @@ def thinking(measured: Table) -> Spans:
     return Spans(begin_ns[known], end_ns[known])
 
 
-def added_tokens(measured: Table) -> NDArray[np.int64]:
+def added_tokens(measured: RequestTable) -> NDArray[np.int64]:
     """The prompt tokens that were asked of each request (n,); of a session's later turns, those that the turn adds to
     what was said before; 0 where that is not known."""
     asked_tokens = measured.asked_prompt_tokens
     return np.where(measured.turn > 1, np.maximum(asked_tokens - measured.shared_tokens, 0), asked_tokens)
 
 
-def build(measured: Table, rules: Convention, offered_per_s: float | None, complete: bool) -> SessionStats | None:
+def build(
+    measured: RequestTable, rules: Convention, offered_per_s: float | None, complete: bool
+) -> SessionStats | None:
     """None for a load without sessions. offered_per_s: the rate at which they were due to begin. complete: whether each
     turn that was planned has its record."""
     rows, first = _ordered(measured)
@@ -137,7 +139,7 @@ def build(measured: Table, rules: Convention, offered_per_s: float | None, compl
     )
 
 
-def _waited_ns(measured: Table, rows: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+def _waited_ns(measured: RequestTable, rows: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
     """How long each session (s,) waited for a reply at least: what its requests, from when they were due to their end,
     cover together. rows, first: of `_ordered`."""
     lengths = np.diff(np.append(first, len(rows)))
@@ -159,7 +161,7 @@ def _most(spans: Spans) -> int:
     return int(metrics.under_way(*spans)[1].max(initial=0))
 
 
-def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
+def by_turn(measured: RequestTable, rules: Convention) -> list[TurnStats]:
     """The numbers of the turns 1, 2, 3, 4, 5 to 8, 9 to 16 and so on, as far as there are any; empty where no session
     has more than one."""
     if measured.turn.max(initial=0) < 2:
@@ -187,7 +189,7 @@ def by_turn(measured: Table, rules: Convention) -> list[TurnStats]:
     return stats
 
 
-def find(measured: Table, manifest: Manifest) -> Iterator[Finding]:
+def find(measured: RequestTable, manifest: Manifest) -> Iterator[Finding]:
     """Whether the server kept what was said before: by its own counts a turn's prompt holds what the turn repeats.
     Templates, and texts that are cut into tokens anew, may differ by a little. A prompt of a trace is the trace's own:
     it repeats its shared blocks and no reply."""
@@ -225,7 +227,7 @@ def _mean(counts: NDArray[np.int64]) -> float | None:
     return float(counts.mean()) if len(counts) else None
 
 
-def never_sent(measured: Table) -> tuple[int, str]:
+def never_sent(measured: RequestTable) -> tuple[int, str]:
     """How many later turns were never sent, because their sessions could not go on; and, as a clause, of how many
     sessions and the most frequent reason."""
     dropped = (measured.turn > 1) & (measured.outcome == OUTCOMES.index("dropped"))

@@ -18,7 +18,7 @@ from loadgen.report.finding import Finding, Severity, share
 from loadgen.report.metrics import Convention, Distribution, Summary, total
 from loadgen.report.schema import Numbers, Sharing
 from loadgen.rundir import Manifest
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 # A block or two of a shared template is cached by any server. Above one percent ttft is that of a warm cache; when a
 # tenth of the prompt tokens was never computed although every prompt is meant to be new, prefill was not measured.
@@ -32,13 +32,13 @@ BLOCK_TOKENS = 16
 OWN_PROMPTS_ADVICE = "Turn the server's prefix cache off, or quote ttft as that of a warm cache."
 
 
-def shareable_tokens(measured: Table) -> int:
+def shareable_tokens(measured: RequestTable) -> int:
     """The most tokens that a server can take from its cache when it had none of these prompts before; 0 for a load that
     shares nothing."""
     return int(measured.shared_tokens[measured.sent_ns != -1].sum())
 
 
-def build(measured: Table, server: ServerStats | None, rules: Convention) -> Sharing | None:
+def build(measured: RequestTable, server: ServerStats | None, rules: Convention) -> Sharing | None:
     """None for a load that shares nothing."""
     if not shareable_tokens(measured):
         return None
@@ -62,12 +62,12 @@ def build(measured: Table, server: ServerStats | None, rules: Convention) -> Sha
     )
 
 
-def _ttft(measured: Table, chosen: NDArray[np.bool_], rules: Convention) -> Summary:
+def _ttft(measured: RequestTable, chosen: NDArray[np.bool_], rules: Convention) -> Summary:
     ttft_ms = metrics.column(measured, "ttft_ms", rules)[chosen]
     return metrics.summary(Distribution(np.sort(ttft_ms[~np.isnan(ttft_ms)]), 1.0), rules.percentile)
 
 
-def find(measured: Table, numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
+def find(measured: RequestTable, numbers: Numbers, manifest: Manifest) -> Iterator[Finding]:
     """What the replies (CACHED_TOKENS) and the server's counters (PREFIX_CACHE) tell of its prefix cache."""
     # One's own prompts may share what they like; and of a turn that nobody counted, nobody knows what it shares.
     uncounted = bool(((measured.turn > 1) & (measured.shared_tokens == 0) & (measured.sent_ns != -1)).any())
@@ -80,7 +80,7 @@ def find(measured: Table, numbers: Numbers, manifest: Manifest) -> Iterator[Find
         yield from (finding for finding in by_server if not (explained and finding.severity == "info"))
 
 
-def _by_replies(measured: Table, meant: bool) -> Iterator[Finding]:
+def _by_replies(measured: RequestTable, meant: bool) -> Iterator[Finding]:
     ok = measured.ok & (measured.cached_tokens != -1)
     cached, shareable = total(measured.cached_tokens[ok]), shareable_tokens(measured)
     prompt = total(measured.prompt_tokens[measured.ok if shareable else ok])
@@ -101,7 +101,7 @@ def _by_replies(measured: Table, meant: bool) -> Iterator[Finding]:
     )
 
 
-def _by_server(measured: Table, server: ServerStats, meant: bool) -> Iterator[Finding]:
+def _by_server(measured: RequestTable, server: ServerStats, meant: bool) -> Iterator[Finding]:
     hits, queries, shareable = server.prefix_cache_hits, server.prefix_cache_queries, shareable_tokens(measured)
     if hits is None:
         return

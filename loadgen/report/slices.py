@@ -25,16 +25,16 @@ from loadgen.report.schema import (
     AskedStats,
     ImageStats,
     ItemStats,
-    Lengths,
+    LengthStats,
     Numbers,
     PhaseStats,
     PromptQuartile,
+    RequestStage,
     ServerRequests,
-    Stamp,
-    Window,
+    SteadyWindow,
 )
 from loadgen.rundir import Manifest, Phase
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from loadgen.steady import flows
 from loadgen.steady import window as steady
 from loadgen.steady.changes import Change
@@ -67,7 +67,7 @@ class FullSlots(NamedTuple):
     rates: dict[str, float]
 
 
-def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
+def by_phase(measured: RequestTable, phases: Iterable[Phase], rules: Convention) -> list[PhaseStats]:
     """The numbers of each phase, in the order of `phases`. One without an end lasts to the last reply; a phase that has
     no length has no rates, and is left out."""
     last_s = float(measured.done_ns.max(initial=0)) / 1e9
@@ -75,7 +75,7 @@ def by_phase(measured: Table, phases: Iterable[Phase], rules: Convention) -> lis
     return [_phase(measured, phase, end_s, rules) for phase, end_s in ends if end_s > phase.start_s]
 
 
-def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> PhaseStats:
+def _phase(measured: RequestTable, phase: Phase, end_s: float, rules: Convention) -> PhaseStats:
     start_ns, seconds = phase.start_s * 1e9, end_s - phase.start_s
     end_ns = math.inf if phase.end_s is None else phase.end_s * 1e9
     due = (measured.scheduled_ns >= start_ns) & (measured.scheduled_ns < end_ns)
@@ -93,8 +93,8 @@ def _phase(measured: Table, phase: Phase, end_s: float, rules: Convention) -> Ph
 
 
 def window(
-    kept: Table, manifest: Manifest, rules: Convention, change: Change | None = None
-) -> tuple[Window | None, str]:
+    kept: RequestTable, manifest: Manifest, rules: Convention, change: Change | None = None
+) -> tuple[SteadyWindow | None, str]:
     """The steady state of a run, or why it has none. kept: as `flows.kept` has it. change: of the server's pace."""
     if flows.changes(manifest.arrival):
         return None, "the load itself changes"
@@ -111,7 +111,7 @@ def window(
         values = metrics.column(kept, name, rules)[seen.rows]
         estimate = steady.of_sent(values, seen.sent_s, span if name == "ttft_ms" else replies, STATISTICS)
         found[name] = estimate if seen.slots is None else steady.bounded(estimate)
-    return Window(
+    return SteadyWindow(
         from_s=span.from_s,
         to_s=span.to_s,
         replies_to_s=replies.to_s,
@@ -121,7 +121,7 @@ def window(
     ), ""
 
 
-def _rates(kept: Table, seen: steady.Stamps, span: steady.Span) -> dict[str, steady.Estimate]:
+def _rates(kept: RequestTable, seen: steady.Stamps, span: steady.TimeSpan) -> dict[str, steady.Estimate]:
     """What ended and what came in the span, a second."""
     found = {"requests_per_s": steady.rate(seen.done_s, span)}
     if (items := metrics.items(kept)) is not None:
@@ -140,26 +140,26 @@ def _rates(kept: Table, seen: steady.Stamps, span: steady.Span) -> dict[str, ste
     return found
 
 
-def full_slots(kept: Table, manifest: Manifest) -> FullSlots | None:
+def full_slots(kept: RequestTable, manifest: Manifest) -> FullSlots | None:
     """None of a run whose warm-up handed no slots over."""
     sent_ns = kept.measured().sent_ns
     sent_ns = sent_ns[sent_ns != -1]
     if not manifest.hands_over or len(sent_ns) < 2 or sent_ns.max() == sent_ns.min():
         return None
-    span = steady.Span(float(sent_ns.min()) / 1e9, float(sent_ns.max()) / 1e9, 0)
+    span = steady.TimeSpan(float(sent_ns.min()) / 1e9, float(sent_ns.max()) / 1e9, 0)
     as_they_ended = flows.stamps(kept, manifest)._replace(mean_tokens=None)
     rates = _rates(kept, as_they_ended, span)
     return FullSlots(span.to_s - span.from_s, {name: each.value for name, each in rates.items()})
 
 
-def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> Lengths | None:
+def lengths(asked_tokens: NDArray[np.int64], law: object = None) -> LengthStats | None:
     """Of the lengths that were asked (n,), 0 being none; None where they are all one. law: of the options."""
     known = asked_tokens[asked_tokens > 0]
     if len(known) == 0 or known.min() == known.max():
         return None
     p10, p50, p90, p99 = (float(value) for value in np.percentile(known, (10, 50, 90, 99)))
     text = law if isinstance(law, str) else ""
-    return Lengths(law=text, mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
+    return LengthStats(law=text, mean=float(known.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=int(known.max()))
 
 
 class Prompts(NamedTuple):
@@ -170,7 +170,7 @@ class Prompts(NamedTuple):
     ttft_ms: NDArray[np.float64]
 
 
-def prompts(measured: Table, rules: Convention) -> Prompts | None:
+def prompts(measured: RequestTable, rules: Convention) -> Prompts | None:
     """Of the requests that ended ok and have both, where their lengths differ (`MANY_LENGTHS`, `LENGTHS_RATIO`); else
     None."""
     tokens = np.where(measured.asked_prompt_tokens > 0, measured.asked_prompt_tokens, measured.prompt_tokens)
@@ -183,7 +183,7 @@ def prompts(measured: Table, rules: Convention) -> Prompts | None:
     return Prompts(known, tokens, ttft_ms) if differ else None
 
 
-def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
+def ttft_by_prompt(measured: RequestTable, rules: Convention) -> list[PromptQuartile]:
     """ttft by quartile of prompt length, shortest first; fewer than four where many prompts share a length. Empty
     where prompts do not differ."""
     found = prompts(measured, rules)
@@ -201,7 +201,7 @@ def ttft_by_prompt(measured: Table, rules: Convention) -> list[PromptQuartile]:
     ]
 
 
-def items(measured: Table) -> ItemStats | None:
+def items(measured: RequestTable) -> ItemStats | None:
     """None of replies that are texts."""
     of_texts, ok = metrics.items(measured), measured.ok
     if of_texts is None or not ok.any():
@@ -215,7 +215,7 @@ def items(measured: Table) -> ItemStats | None:
     )
 
 
-def images(measured: Table, asked: object) -> ImageStats | None:
+def images(measured: RequestTable, asked: object) -> ImageStats | None:
     """asked: of the options. None without images."""
     with contextlib.suppress(ValueError):
         if isinstance(asked, str):
@@ -227,14 +227,14 @@ def images(measured: Table, asked: object) -> ImageStats | None:
     return None
 
 
-def by_adapter(measured: Table, rules: Convention) -> list[AskedStats]:
+def by_adapter(measured: RequestTable, rules: Convention) -> list[AskedStats]:
     """The adapters that most requests asked for, and the model itself; empty for a load without any."""
     if not measured.adapters:
         return []
     return _by(measured, [measured.adapters.get(number, "") for number in measured.id.tolist()], rules)
 
 
-def by_priority(measured: Table, rules: Convention) -> list[AskedStats]:
+def by_priority(measured: RequestTable, rules: Convention) -> list[AskedStats]:
     """In ascending order; empty for a load without any."""
     if not measured.priorities:
         return []
@@ -242,7 +242,7 @@ def by_priority(measured: Table, rules: Convention) -> list[AskedStats]:
     return sorted(_by(measured, asked, rules), key=lambda each: int(each.name))
 
 
-def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[AskedStats]:
+def _by(measured: RequestTable, names_asked: Sequence[str], rules: Convention) -> list[AskedStats]:
     """Summarizes the requests of each name that most of them asked for."""
     asked = np.array(names_asked)
     columns = {name: metrics.fair_column(measured, name, rules) for name in PHASE_METRICS}
@@ -263,7 +263,7 @@ def _by(measured: Table, names_asked: Sequence[str], rules: Convention) -> list[
     return stats
 
 
-def by_the_server(measured: Table, rules: Convention) -> ServerRequests | None:
+def by_the_server(measured: RequestTable, rules: Convention) -> ServerRequests | None:
     """What the server says of the requests that ended ok, by its own clock, beside what the client saw of them; None
     where it tells nothing. What lies between the two clocks is network and HTTP, and for ttft its front end."""
     with_times = measured.select(measured.ok & np.isin(measured.id, list(measured.server)))
@@ -296,24 +296,26 @@ def _sum(records: list[ServerRecord], name: str) -> int | None:
     return sum(values) if values else None
 
 
-def stamps(requests: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[Stamp]:
+def stamps(requests: ServerRequests | None, server: ServerStats | None, seen: dict[str, Summary]) -> list[RequestStage]:
     """What the server's own clock says of requests, beside the client's, in the mean: by its replies where they tell,
     else by the histograms of `/metrics`, which hold all requests that it answered meanwhile, those of others too. seen:
     the client's metrics of all requests that it saw meanwhile."""
-    found: dict[str, Stamp] = {}
+    found: dict[str, RequestStage] = {}
     if requests is not None:
         for name, own in requests.metrics.items():
             if own.mean is not None:
                 client = requests.client.get(name)
                 named = name.removesuffix("_ms")
-                found[named] = Stamp(named, own.mean, None if client is None else client.mean, own.n, REPLIES, own.n)
+                found[named] = RequestStage(
+                    named, own.mean, None if client is None else client.mean, own.n, REPLIES, own.n
+                )
     shown = dict(_of_metrics(server))
     client_ms = {name: seen[f"{name}_ms"].mean for name in shown if name in ALIKE}
     if any(own_ms > UNIT_RATIO * (client_ms.get(name) or math.inf) for name, own_ms in shown.items()):
         shown = {}
     for name, own_ms in shown.items():
         ended = (server and server.ended) or 0
-        found.setdefault(name, Stamp(name, own_ms, client_ms.get(name), ended, METRICS, seen["e2el_ms"].n))
+        found.setdefault(name, RequestStage(name, own_ms, client_ms.get(name), ended, METRICS, seen["e2el_ms"].n))
     return list(found.values())
 
 
@@ -344,7 +346,7 @@ def apart(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _part(stamp: Stamp, lag_ms: float) -> bool:
+def _part(stamp: RequestStage, lag_ms: float) -> bool:
     """Of histograms only where they hold these requests and no others, whose number is known."""
     if stamp.between_ms is None or (
         stamp.by == METRICS and abs(stamp.n - stamp.client_n) > OTHERS_RATIO * stamp.client_n

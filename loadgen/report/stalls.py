@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from loadgen.report import metrics
 from loadgen.report.metrics import METRICS, PERCENTILES, Convention, event_times_us
 from loadgen.report.schema import ClientStall, Stall
-from loadgen.rundir.records import ClientFacts, Table
+from loadgen.rundir.records import ClientFacts, RequestTable
 
 CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
 # A kernel that is compiled takes a second or more. Of 20 runs of real servers (results:h200/serving, results:vllm_cpu)
@@ -49,7 +49,7 @@ class _Silences(NamedTuple):
     short_us: int
 
 
-def find(measured: Table, lag_ms: float | None) -> list[Stall]:
+def find(measured: RequestTable, lag_ms: float | None) -> list[Stall]:
     """The stalls of a run in order. lag_ms: how late its client was at worst; None when nobody knows: then none."""
     begun = (measured.first_token_ns != -1).any()
     if lag_ms is None or not begun or not len(measured.itl_us):  # no gap is known: none is there, or none was kept
@@ -64,7 +64,7 @@ def find(measured: Table, lag_ms: float | None) -> list[Stall]:
     return [Stall(begin, end) for begin, end in zip(begin_s.tolist(), end_s.tolist(), strict=True)]
 
 
-def of_client(measured: Table, facts: Sequence[ClientFacts], rules: Convention) -> dict[str, Any]:
+def of_client(measured: RequestTable, facts: Sequence[ClientFacts], rules: Convention) -> dict[str, Any]:
     """The fields of a report about stalls of the client: nothing where they move no statistic, by what it is without
     the requests that they touched."""
     touched, stalls = np.zeros(len(measured), np.bool_), []
@@ -94,7 +94,7 @@ def _moved(with_it: float, without: float | None) -> bool:
     return without is None or with_it > (1 + MOVED_RATIO) * without + MOVED_MS
 
 
-def _expected_us(silences: _Silences, measured: Table) -> NDArray[np.float64]:
+def _expected_us(silences: _Silences, measured: RequestTable) -> NDArray[np.float64]:
     """How long each silence (n >= 1,) may be if it is a step, by this run's own steps."""
     length_us = silences.end_us - silences.begin_us
     step_us = _step_us(length_us, silences.short_us)
@@ -126,7 +126,7 @@ def _step_us(length_us: NDArray[np.int64], short_us: int) -> float:
     return float(ascending[np.searchsorted(silent_us, silent_us[-1] / 2)])
 
 
-def silences_of(measured: Table) -> _Silences:
+def silences_of(measured: RequestTable) -> _Silences:
     """Between the last event of a cell of time and the first of the next cell that has any: every silence longer than
     a cell is one of these, exactly."""
     started = measured.first_token_ns != -1
@@ -145,7 +145,7 @@ def silences_of(measured: Table) -> _Silences:
     return _Silences(latest_us[filled[:-1]] + origin_us, earliest_us[filled[1:]] + origin_us, short_us)
 
 
-def under_way(silences: _Silences, measured: Table) -> _Silences:
+def under_way(silences: _Silences, measured: RequestTable) -> _Silences:
     """The silences within a reply."""
     begun = measured.first_token_ns != -1
     first_us, last_us = np.sort(measured.first_token_ns[begun]) // 1000, np.sort(measured.last_token_ns[begun]) // 1000

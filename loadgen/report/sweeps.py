@@ -62,7 +62,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]
 
 
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
+class IdleWait(msgspec.Struct, frozen=True, kw_only=True):
     """How the server was before a run: whether it was idle after `waited_s` seconds, by its own metrics or by how long
     it took for a probe. detail: what it still had to do, or why nothing could tell."""
 
@@ -72,7 +72,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Sweep(msgspec.Struct, kw_only=True):
+class SweepHead(msgspec.Struct, kw_only=True):
     """What sweep.json holds but for its results. starts: how often the sweep was begun or resumed; a server that
     loadgen starts is another one each time. waits: before each run, by its directory."""
 
@@ -82,7 +82,7 @@ class Sweep(msgspec.Struct, kw_only=True):
     argv: list[str]
     plan: SweepPlan
     starts: int = 0
-    waits: dict[str, Wait] = {}
+    waits: dict[str, IdleWait] = {}
 
 
 class SweptRun(RunVerdict, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class SweptPoint(msgspec.Struct, frozen=True, kw_only=True):
     fell_behind: bool = False
 
 
-class Swept(Sweep, kw_only=True):
+class Swept(SweepHead, kw_only=True):
     """sweep.json. gpus: how many share the model; None on a CPU, or where nothing says. complete: every run finished.
     steady: whether throughput and latencies are those of the runs' steady windows, which all finished runs have but
     those whose server fell behind: their throughput is that of the whole run.
@@ -124,11 +124,11 @@ class Swept(Sweep, kw_only=True):
     steady: bool = False
 
 
-def read_sweep(directory: Path) -> Sweep:
+def read_sweep(directory: Path) -> SweepHead:
     """What was planned and has happened. Raises RunError."""
     path = directory / FILE
     try:
-        sweep = msgspec.json.decode(foreign_files.read_bytes(path), type=Sweep)
+        sweep = msgspec.json.decode(foreign_files.read_bytes(path), type=SweepHead)
     except FileNotFoundError:
         raise rundir.RunError(f"{directory} holds no {FILE}; begin a sweep there with --out {directory}.") from None
     except OSError as error:
@@ -184,7 +184,7 @@ def read(directory: Path) -> Swept:
     return of_runs(sweep, {run.directory: state_of(directory / run.directory) for run in sweep.plan.order})
 
 
-def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Swept:
+def of_runs(sweep: SweepHead, runs: Mapping[str, tuple[State, Report | None]]) -> Swept:
     """The results, of every run of the plan by its directory."""
     reports = {name: report for name, (state, report) in runs.items() if report is not None and state == "finished"}
     any_report = next(iter(reports.values()), None) or next((each for _, each in runs.values() if each), None)
@@ -194,7 +194,7 @@ def of_runs(sweep: Sweep, runs: Mapping[str, tuple[State, Report | None]]) -> Sw
     steady = bool(windows) and None not in windows
     of_run = partial(_values, gpus=gpus, steady=steady)
     points = [_point(sweep, value, reports, of_run) for value in sweep.plan.values]
-    kept = {name: getattr(sweep, name) for name in Sweep.__struct_fields__}
+    kept = {name: getattr(sweep, name) for name in SweepHead.__struct_fields__}
     return Swept(
         **kept,
         backend=any_report.backend if any_report else "",
@@ -219,7 +219,7 @@ def _run(planned: PlannedRun, state: State, report: Report | None) -> SweptRun:
 
 
 def _point(
-    sweep: Sweep, value: str, reports: Mapping[str, Report], values: Callable[[Report], dict[str, float | None]]
+    sweep: SweepHead, value: str, reports: Mapping[str, Report], values: Callable[[Report], dict[str, float | None]]
 ) -> SweptPoint:
     runs = sorted((each for each in sweep.plan.order if each.value == value), key=lambda each: each.seed)
     mine = {each.directory: reports[each.directory] for each in runs if each.directory in reports}

@@ -14,7 +14,19 @@ from msgspec import UNSET, UnsetType
 
 from backends.untrusted import escaped
 from loadgen.document import terminal
-from loadgen.document.content import Cell, Document, Items, Listed, Section, Table, Text, Tone, cell, cell_text, number
+from loadgen.document.content import (
+    Cell,
+    Document,
+    Items,
+    ListItem,
+    Section,
+    Table,
+    Text,
+    Tone,
+    cell,
+    cell_text,
+    number,
+)
 from loadgen.monitor.server_view import ServerStats
 from loadgen.report import abandoned, cluster
 from loadgen.report.finding import Finding, share
@@ -23,20 +35,20 @@ from loadgen.report.schema import (
     AskedStats,
     Economics,
     GpuUse,
-    Lengths,
+    LengthStats,
     Numbers,
     PhaseStats,
     Reasoning,
     Report,
     Requests,
+    RequestStage,
     ServerRequests,
     SessionStats,
     Sharing,
-    Stamp,
     Steady,
+    SteadyWindow,
     Throughput,
     TurnStats,
-    Window,
 )
 from loadgen.rundir import Manifest
 from loadgen.rundir.emulation import HeldOut, kind_of_load
@@ -235,7 +247,7 @@ def _length_lines(report: Report) -> Iterator[str]:
     prompt = "Asked prompt tokens" if report.sessions is None else "Prompt tokens that a turn adds"
     for what, lengths in ((prompt, report.asked_prompt_tokens), ("Asked output tokens", report.asked_output_tokens)):
         if lengths is not None:
-            names = (name for name in Lengths.__struct_fields__ if name != "law")
+            names = (name for name in LengthStats.__struct_fields__ if name != "law")
             shown = ", ".join(f"{name} {number(getattr(lengths, name))}" for name in names)
             law = f", drawn from {escaped(lengths.law)}" if lengths.law else ""
             yield f"{what}{law}: {shown}."
@@ -310,7 +322,7 @@ def _steady_lines(steady: Steady) -> Iterator[str]:
 RATES = {"requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s", ITEMS: "items/s"}
 
 
-def _window_line(window: Window) -> str:
+def _window_line(window: SteadyWindow) -> str:
     rates = [
         f"{estimate(value)} {what}"
         for name, what in RATES.items()
@@ -533,13 +545,13 @@ def _server_requests_line(counted: ServerRequests) -> str:
 STAMP_HEADS = ("mean, ms", "server", "client", "between")
 
 
-def stamp_rows(stamps: Sequence[Stamp]) -> Iterator[list[str]]:
+def stamp_rows(stamps: Sequence[RequestStage]) -> Iterator[list[str]]:
     """The server's own time of each part of a request, the client's, and what lies between."""
     for stamp in stamps:
         yield [stamp.name, number(stamp.server_ms), number(stamp.client_ms), number(stamp.between_ms)]
 
 
-def _stamp_lines(stamps: Sequence[Stamp]) -> Iterator[str]:
+def _stamp_lines(stamps: Sequence[RequestStage]) -> Iterator[str]:
     if stamps:
         parts = [
             f"{name} {own}" + (f" (client {client}, between {between})" if client != number(None) else "")
@@ -603,7 +615,7 @@ TONES: dict[str, Tone] = {"invalid": "bad", "warning": "warning", "info": "plain
 
 def listed(findings: Iterable[Finding]) -> Items:
     return Items(
-        [Listed(f"{each.severity} {each.code}", each.message, each.advice, TONES[each.severity]) for each in findings]
+        [ListItem(f"{each.severity} {each.code}", each.message, each.advice, TONES[each.severity]) for each in findings]
     )
 
 

@@ -89,7 +89,7 @@ class WireFacts(msgspec.Struct, frozen=True, kw_only=True):
     events_per_read_quick: float
 
 
-class Imported(msgspec.Struct, kw_only=True):
+class ForeignTool(msgspec.Struct, kw_only=True):
     """Which other load generator sent a load, and what it did not keep, a clause."""
 
     tool: str
@@ -129,7 +129,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     launch: LaunchFacts | None = None  # the server that was started for the run
     stopped_overloaded: bool = False  # it was ended early, since the server was seen to fall behind
     cluster: ClusterFacts | None = None  # the machines that sent it, where they are several
-    imported: Imported | None = None  # another tool's results, which `loadgen import` read
+    imported: ForeignTool | None = None  # another tool's results, which `loadgen import` read
 
 
 class MetricSample(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class Histogram(msgspec.Struct, frozen=True):
     exemplars: dict[int, tuple[str, float]] = {}
 
 
-class Family(msgspec.Struct, frozen=True):
+class MetricFamily(msgspec.Struct, frozen=True):
     """One metric, as Prometheus knows them; the unit is the end of the name, a counter's `_total` left out."""
 
     name: str
@@ -168,7 +168,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     program: str
     state: Literal["running", "finished", "stopped"]
     labels: dict[str, str] = {}
-    families: list[Family] = []
+    families: list[MetricFamily] = []
 
 
 def package_version() -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import DAY_NS, SLACK_NS, ClientFacts, Header, Table
+from loadgen.rundir.records import DAY_NS, SLACK_NS, ClientFacts, Header, RequestTable
 
 # A client begins to look at itself before t = 0, and ends a little after the last reply.
 CLOCK_SLACK_S, CLOCK_SLACK_RATIO = 2.0, 0.01
@@ -49,7 +49,9 @@ def of_files(manifest: Manifest, header: Header) -> list[str]:
     return clauses
 
 
-def of_records(table: Table, measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> list[str]:
+def of_records(
+    table: RequestTable, measured: RequestTable, facts: Sequence[ClientFacts], manifest: Manifest
+) -> list[str]:
     """Clauses. measured: the part of `table` that counts."""
     warmed = len(table) - len(measured)
     return [
@@ -59,7 +61,7 @@ def of_records(table: Table, measured: Table, facts: Sequence[ClientFacts], mani
     ]  # fmt: skip
 
 
-def _numbers(measured: Table, warmed: int, facts: Sequence[ClientFacts], manifest: Manifest) -> Iterator[str]:
+def _numbers(measured: RequestTable, warmed: int, facts: Sequence[ClientFacts], manifest: Manifest) -> Iterator[str]:
     planned, clients = manifest.requests_planned, manifest.client_processes
     if planned is not None and len(measured) > planned:
         yield f"{len(measured)} requests are recorded and {planned} were planned"
@@ -92,7 +94,7 @@ def _clients(facts: Sequence[ClientFacts], cpus: int) -> Iterator[str]:
         return
 
 
-def _counted(measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) -> Iterator[str]:
+def _counted(measured: RequestTable, facts: Sequence[ClientFacts], manifest: Manifest) -> Iterator[str]:
     """What the client processes say of the requests beside the records, where all of them say it."""
     if not facts or len(facts) != manifest.client_processes or _lost(measured, manifest):
         return
@@ -107,12 +109,12 @@ def _counted(measured: Table, facts: Sequence[ClientFacts], manifest: Manifest) 
         yield f"{peak} requests were in flight at once, over {connections} connections"
 
 
-def _lost(measured: Table, manifest: Manifest) -> bool:
+def _lost(measured: RequestTable, manifest: Manifest) -> bool:
     lost = manifest.cluster is not None and bool(manifest.cluster.lost)
     return lost or bool((measured.outcome == OUTCOMES.index("node_lost")).any())
 
 
-def _load(measured: Table, manifest: Manifest) -> Iterator[str]:
+def _load(measured: RequestTable, manifest: Manifest) -> Iterator[str]:
     """What was sent, beside what was to be sent."""
     due_s = measured.scheduled_ns / 1e9
     if len(due_s) and due_s.min() < -CLOCK_SLACK_S:
@@ -130,7 +132,7 @@ def _load(measured: Table, manifest: Manifest) -> Iterator[str]:
         yield from _lengths(measured, own)
 
 
-def _lengths(measured: Table, config: Mapping[str, object]) -> Iterator[str]:
+def _lengths(measured: RequestTable, config: Mapping[str, object]) -> Iterator[str]:
     columns = {} if config.get("thinking_tokens") is not None else {"output_tokens": measured.asked_tokens}
     if all(config.get(name) in (None, 1) for name in ("sessions", "prefix", "batch_size")):  # which make prompts longer
         columns["input_tokens"] = measured.asked_prompt_tokens
@@ -149,7 +151,7 @@ def _streams(concurrency: object) -> int | None:
     return max(int(first), int(last)) if first.isdecimal() and last.isdecimal() else None
 
 
-def _peak(measured: Table) -> int:
+def _peak(measured: RequestTable) -> int:
     """The most requests that were in flight at once, for longer than clocks differ."""
     there = (measured.sent_ns != -1) & (measured.done_ns != -1)
     begin_ns = measured.sent_ns[there]
@@ -159,7 +161,7 @@ def _peak(measured: Table) -> int:
     return int(np.cumsum(change[order]).max(initial=0))
 
 
-def _outcomes(table: Table) -> Iterator[str]:
+def _outcomes(table: RequestTable) -> Iterator[str]:
     bad_status = table.ok & (table.status != -1) & (table.status != 200)
     if bad_status.any():
         yield f"{_of(table, bad_status)} ended ok with status {int(table.status[bad_status][0])}"
@@ -168,7 +170,7 @@ def _outcomes(table: Table) -> Iterator[str]:
         yield f"{_of(table, unsent)} ended ok and was never sent, or never ended"
 
 
-def _tokens(measured: Table, manifest: Manifest) -> Iterator[str]:
+def _tokens(measured: RequestTable, manifest: Manifest) -> Iterator[str]:
     yield from (f"{_subject(*those)} {odd}" for odd, those in measured.odd.items())
     failed = np.isin(measured.id, list(measured.errors)) & measured.ok
     if failed.any():
@@ -187,7 +189,7 @@ def _tokens(measured: Table, manifest: Manifest) -> Iterator[str]:
         yield f"{_subject(same[0], len(same))} names {manifest.model} as another model than was asked for"
 
 
-def _orders(table: Table) -> Iterator[str]:
+def _orders(table: RequestTable) -> Iterator[str]:
     """A request's stamps come in their order, as far as there are any."""
     stamps = (
         ("due", table.scheduled_ns), ("sent", table.sent_ns), ("first token", table.first_token_ns),
@@ -204,7 +206,7 @@ def _orders(table: Table) -> Iterator[str]:
         latest, named = np.where(later, at_ns, latest), np.where(later, place, named)
 
 
-def _of(table: Table, chosen: NDArray[np.bool_]) -> str:
+def _of(table: RequestTable, chosen: NDArray[np.bool_]) -> str:
     """The requests, as a subject."""
     return _subject(int(table.id[chosen][0]), int(chosen.sum()))
 

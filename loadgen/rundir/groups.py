@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 # A server that sends a token a step has under one such gap in a thousand (vLLM on an H200), and few make 700 tokens a
 # second for one reader; of one whose HTTP process is late (LightLLM 1.2 at 6000 tokens/s) half the gaps are tens of
@@ -35,7 +35,7 @@ LONGER_RATIO = 0.1  # of the pauses, those of two periods or more: pauses of any
 WINDOW_VARIANCE, LEAST_WINDOWS, EVEN_RATIO = 1.8, 18, 0.35
 
 
-_CLOCKS: WeakKeyDictionary[Table, float | None] = WeakKeyDictionary()
+_CLOCKS: WeakKeyDictionary[RequestTable, float | None] = WeakKeyDictionary()
 
 
 class Groups(NamedTuple):
@@ -47,19 +47,19 @@ class Groups(NamedTuple):
     row: NDArray[np.int64]
 
 
-def short_us(table: Table) -> float:
+def short_us(table: RequestTable) -> float:
     """A gap below it is within a group."""
     return min(SHORT_US, SHORT_RATIO * float(table.itl_us.mean())) if len(table.itl_us) else 0.0
 
 
-def clock_us(table: Table) -> float | None:
+def clock_us(table: RequestTable) -> float | None:
     """The period of the clock on which the replies' groups came; None where they did not. It is found once a table."""
     if table not in _CLOCKS:
         _CLOCKS[table] = _clock_us(table)
     return _CLOCKS[table]
 
 
-def _clock_us(table: Table) -> float | None:
+def _clock_us(table: RequestTable) -> float | None:
     limit_us, gaps = short_us(table), len(table.itl_us)
     behind = sum(int(np.count_nonzero(part.itl_us < limit_us)) for part in table.blocks())
     if not gaps or behind / gaps < BEHIND_RATIO:
@@ -79,7 +79,7 @@ def _clock_us(table: Table) -> float | None:
     return period_us if keeps_to_it or _are_even(found) else None
 
 
-def _found(table: Table, limit_us: float) -> Iterator[Groups]:
+def _found(table: RequestTable, limit_us: float) -> Iterator[Groups]:
     before = 0
     for part in table.blocks():
         gaps = len(part.itl_us)

@@ -17,7 +17,7 @@ from backends.untrusted import UNDECODABLE
 MOST_BYTES = 1 << 24  # of a file of results
 
 
-class Listed(NamedTuple):
+class ListedRun(NamedTuple):
     """One directory. kind: run, sweep, repeat, search, breakdown or training. valid: None where nothing says it.
     numbers: output tokens a second, ttft p50 and tpot p50 in ms, where they are known."""
 
@@ -54,13 +54,13 @@ KINDS = {
 }  # fmt: skip
 
 
-def runs(directory: Path) -> list[Listed]:
+def runs(directory: Path) -> list[ListedRun]:
     """Those directly in a directory, the newest first. Raises OSError."""
     found = [listed for path in directory.iterdir() if path.is_dir() and (listed := _listed(path)) is not None]
     return sorted(found, key=lambda each: each.written_unix_s, reverse=True)
 
 
-def _listed(directory: Path) -> Listed | None:
+def _listed(directory: Path) -> ListedRun | None:
     name = next((name for name in KINDS if (directory / name).is_file()), None)
     if name is None:
         return None
@@ -83,7 +83,7 @@ def _listed(directory: Path) -> Listed | None:
         means = (results.metrics.get(each, {}).get("mean") for each in ("output_tokens_per_s", "ttft_p50", "tpot_p50"))
         numbers = (_number(next(means)), _number(next(means)), _number(next(means)))
     what = " ".join(filter(None, (results.backend, results.model, results.arrival)))
-    return Listed(directory, (directory / name).stat().st_mtime, KINDS[name], what, results.emulated, valid, numbers)
+    return ListedRun(directory, (directory / name).stat().st_mtime, KINDS[name], what, results.emulated, valid, numbers)
 
 
 def _number(value: object) -> float | None:

@@ -54,7 +54,7 @@ class Sent:
 
 
 @dataclass
-class Imported:
+class ForeignLoad:
     """One load that another tool sent. arrival: in this program's words. lacks: what is not known of it, a clause."""
 
     tool: str
@@ -72,7 +72,7 @@ class Imported:
         self.records = [_record(number, each, begun_s) for number, each in enumerate(self.requests)]
 
 
-def read(path: Path) -> list[Imported]:
+def read(path: Path) -> list[ForeignLoad]:
     """The loads in a file of another tool's results. Raises ForeignResultsError."""
     try:
         data = foreign_files.read_named(path, MOST_BYTES)
@@ -157,7 +157,7 @@ def _arrival(rate: object, concurrency: object, burstiness: object = 1.0) -> str
     return f"gamma:{per_s:g}:{shape:g}" if shape < MOST_EVEN else f"constant:{per_s:g}"
 
 
-def _vllm(documents: list[Any], path: Path) -> list[Imported]:
+def _vllm(documents: list[Any], path: Path) -> list[ForeignLoad]:
     (result,) = documents
     if "ttfts" not in result:
         raise ForeignResultsError(f"{path} has no requests; let vllm bench serve write them with --save-detailed.")
@@ -173,10 +173,10 @@ def _vllm(documents: list[Any], path: Path) -> list[Imported]:
         first = start + ttft if ttft > 0 and not error else None
         requests.append(Sent(start, done, first, None, gaps if first else (), prompt, output, error=error or None))
     arrival = _arrival(result.get("request_rate"), result.get("max_concurrency"), result.get("burstiness") or 1.0)
-    return [Imported("vllm bench serve", "", result["model_id"], arrival, requests, lacks=_NOT_DUE)]
+    return [ForeignLoad("vllm bench serve", "", result["model_id"], arrival, requests, lacks=_NOT_DUE)]
 
 
-def _sglang(documents: list[Any], path: Path) -> list[Imported]:
+def _sglang(documents: list[Any], path: Path) -> list[ForeignLoad]:
     loads = []
     for result in documents:
         if not result.get("ttfts"):
@@ -198,17 +198,17 @@ def _sglang(documents: list[Any], path: Path) -> list[Imported]:
             first = start + ttft if ttft > 0 and not error else None
             requests.append(Sent(start, done, first, None, gaps if first else (), prompt, output, error=error or None))
         lacks = "it kept no time at which a request was sent: that is put together from their order and the concurrency"
-        loads.append(Imported("SGLang's bench", "", "", arrival, requests, lacks=lacks))
+        loads.append(ForeignLoad("SGLang's bench", "", "", arrival, requests, lacks=lacks))
     return loads
 
 
-def _guidellm(documents: list[Any], path: Path) -> list[Imported]:
+def _guidellm(documents: list[Any], path: Path) -> list[ForeignLoad]:
     (result,) = documents
     version = str(result.get("metadata", {}).get("guidellm_version", ""))
     return [_guidellm_load(each, version) for each in result["benchmarks"]]
 
 
-def _guidellm_load(benchmark: Mapping[str, Any], version: str) -> Imported:
+def _guidellm_load(benchmark: Mapping[str, Any], version: str) -> ForeignLoad:
     strategy, requests, model = benchmark["config"]["strategy"], [], ""
     for status in ("successful", "errored", "incomplete"):
         for row in benchmark["requests"].get(status) or ():
@@ -231,7 +231,7 @@ def _guidellm_load(benchmark: Mapping[str, Any], version: str) -> Imported:
         kind, f"concurrency:{streams}" if kind == "concurrent" and streams else "burst"
     )
     lacks = f"it kept no gaps between tokens (itl is unknown); {_NOT_KEPT}"
-    return Imported("guidellm", version, model, arrival, requests, lacks=lacks)
+    return ForeignLoad("guidellm", version, model, arrival, requests, lacks=lacks)
 
 
 def _model_of(body: object) -> str:
@@ -239,7 +239,7 @@ def _model_of(body: object) -> str:
     return str(_object(body).get("model", ""))
 
 
-def _aiperf(documents: list[Any], path: Path) -> list[Imported]:
+def _aiperf(documents: list[Any], path: Path) -> list[ForeignLoad]:
     requests = []
     for row in documents:
         about, metrics = row["metadata"], row.get("metrics") or {}
@@ -270,7 +270,7 @@ def _aiperf(documents: list[Any], path: Path) -> list[Imported]:
     urls = (asked.get("endpoint") or {}).get("urls") or [""]
     arrival = _arrival(phase.get("rate") or phase.get("request_rate"), phase.get("concurrency"))
     return [
-        Imported("aiperf", str(beside.get("aiperf_version", "")), ", ".join(names), arrival, requests, str(urls[0]))
+        ForeignLoad("aiperf", str(beside.get("aiperf_version", "")), ", ".join(names), arrival, requests, str(urls[0]))
     ]
 
 
@@ -282,7 +282,7 @@ def _beside(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _inference_perf(documents: list[Any], path: Path) -> list[Imported]:
+def _inference_perf(documents: list[Any], path: Path) -> list[ForeignLoad]:
     requests, model = [], ""
     for row in documents:
         info = row.get("info") or {}
@@ -300,10 +300,10 @@ def _inference_perf(documents: list[Any], path: Path) -> list[Imported]:
             )
         )  # fmt: skip
     lacks = f"it kept neither arrivals nor concurrency; {_NOT_DUE}"
-    return [Imported("inference-perf", "", model, "unknown", requests, lacks=lacks)]
+    return [ForeignLoad("inference-perf", "", model, "unknown", requests, lacks=lacks)]
 
 
-def _genai_perf(documents: list[Any], path: Path) -> list[Imported]:
+def _genai_perf(documents: list[Any], path: Path) -> list[ForeignLoad]:
     (result,) = documents
     loads = []
     for each in result["experiments"]:
@@ -316,7 +316,7 @@ def _genai_perf(documents: list[Any], path: Path) -> list[Imported]:
             requests.append(Sent(start, done, at[0] if at else None, None, gaps, error=error))
         arrival = f"constant:{value}" if mode == "request_rate" else f"concurrency:{value}"
         lacks = f"it kept no counts of tokens (tpot and tokens/s are unknown); {_NOT_DUE}"
-        loads.append(Imported("genai-perf", str(result.get("version", "")), "", arrival, requests, lacks=lacks))
+        loads.append(ForeignLoad("genai-perf", str(result.get("version", "")), "", arrival, requests, lacks=lacks))
     return loads
 
 
@@ -345,7 +345,7 @@ KNOWN = (
     "aiperf (profile_export.jsonl), inference-perf (per_request_lifecycle_metrics.json), genai-perf "
     "(profile_export.json)"
 )
-_Reader = Callable[[list[Any], Path], list[Imported]]
+_Reader = Callable[[list[Any], Path], list[ForeignLoad]]
 _TOOLS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Reader], ...] = (
     (_has("model_id", "duration", "completed"), _vllm),
     (_has("random_input_len", "duration", "completed"), _sglang),
@@ -356,7 +356,7 @@ _TOOLS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Reader], ...] = (
 )
 
 
-def write(load: Imported, directory: Path, argv: list[str], read_from: Path) -> None:
+def write(load: ForeignLoad, directory: Path, argv: list[str], read_from: Path) -> None:
     """Makes a run directory of a load, which report, compare and sweep read. Raises RunError, RecordsError."""
     rundir.create(directory)
     run_id = rundir.new_run_id()
@@ -365,7 +365,7 @@ def write(load: Imported, directory: Path, argv: list[str], read_from: Path) -> 
         run_id=run_id, version=rundir.package_version(), started_unix_s=read_from.stat().st_mtime, argv=argv,
         config={"stream": True}, backend="openai", model=load.model or "unknown", url=load.url or "unknown",
         emulated=False, arrival=load.arrival, machine=unknown,
-        imported=rundir.Imported(tool=f"{load.tool} {load.version}".strip(), lacks=load.lacks),
+        imported=rundir.ForeignTool(tool=f"{load.tool} {load.version}".strip(), lacks=load.lacks),
     )  # fmt: skip
     rundir.write_manifest(directory, manifest)
     file = records.RecordsFile(directory / "requests.jsonl", run_id, manifest.version, 0)
@@ -374,6 +374,6 @@ def write(load: Imported, directory: Path, argv: list[str], read_from: Path) -> 
             file.write(record)
 
 
-def names(loads: Sequence[Imported]) -> list[str]:
+def names(loads: Sequence[ForeignLoad]) -> list[str]:
     """The name of each load's directory, where a file has several."""
     return [f"{number:02}-{load.arrival.replace(':', '-')}" for number, load in enumerate(loads, start=1)]

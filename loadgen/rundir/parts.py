@@ -18,7 +18,7 @@ OF_THE_RUN = -1  # in place of a worker's number
 _NAME = re.compile(r"requests(?:\.(\d+))?(?:-(\d+))?\.jsonl(\.gz|\.xz)?")
 
 
-class Part(NamedTuple):
+class RecordsPart(NamedTuple):
     """One file of records; `number` counts from 1."""
 
     worker: int
@@ -30,11 +30,11 @@ class Part(NamedTuple):
         return self.path.suffix != ".jsonl"
 
 
-def find(directory: Path) -> list[Part]:
+def find(directory: Path) -> list[RecordsPart]:
     """Every file of records in a directory, the run's own first, each writer's in order; a plain file before its packed
     copy."""
     named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("requests*")]
-    parts = [Part(int(match[1] or OF_THE_RUN), int(match[2] or 1), path) for match, path in named if match]
+    parts = [RecordsPart(int(match[1] or OF_THE_RUN), int(match[2] or 1), path) for match, path in named if match]
     return sorted(parts)
 
 

@@ -35,7 +35,7 @@ from backends.protocol import ServerRecord
 from backends.untrusted import UNDECODABLE, printable, reason, without_secrets
 from loadgen.rundir import pace, parts, replace, replacing
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.parts import JOINED, OF_THE_RUN, Part
+from loadgen.rundir.parts import JOINED, OF_THE_RUN, RecordsPart
 
 SCHEMA = "loadgen.requests/1"
 
@@ -138,7 +138,7 @@ class RecordsError(UserError, ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class RequestTable:
     """The requests of one run as columns: warm-up first, then in order of id.
 
     Shapes: (n,) except `itl_us`, flat, cut by `itl_offsets` (n+1,), which begins at 0.
@@ -196,7 +196,7 @@ class Table:
         abandoned: NDArray[np.bool_] = self.outcome == _OUTCOME_CODE["abandoned"]
         return abandoned
 
-    def select(self, mask: NDArray[np.bool_]) -> Table:
+    def select(self, mask: NDArray[np.bool_]) -> RequestTable:
         """The rows where `mask` (n,) holds: as a view where they follow each other, else as a copy."""
         chosen = np.flatnonzero(mask)
         if len(chosen) and chosen[-1] - chosen[0] < len(chosen):
@@ -205,7 +205,7 @@ class Table:
         offsets = np.concatenate(([0], np.cumsum(counts[mask]))).astype(np.int64)
         return self._part(mask, self.itl_us[np.repeat(mask, counts)], offsets)
 
-    def rows(self, first: int, last: int) -> Table:
+    def rows(self, first: int, last: int) -> RequestTable:
         """Rows `first` to `last` (exclusive), as a view."""
         begin, end = int(self.itl_offsets[first]), int(self.itl_offsets[last])
         offsets = self.itl_offsets[first : last + 1] - begin
@@ -213,14 +213,14 @@ class Table:
 
     def _part(
         self, chosen: slice | NDArray[np.bool_], itl_us: NDArray[np.uint32], itl_offsets: NDArray[np.int64]
-    ) -> Table:
+    ) -> RequestTable:
         by_id = {name: of for name in BY_ID if (of := getattr(self, name))}
         kept = self.id[chosen].tolist() if by_id else ()
         held: Mapping[str, Any] = {
             **{name: getattr(self, name)[chosen] for name in COLUMNS},
             **{name: {key: of[key] for key in kept if key in of} for name, of in by_id.items()},
         }
-        return Table(
+        return RequestTable(
             **held,
             itl_us=itl_us,
             itl_offsets=itl_offsets,
@@ -229,7 +229,7 @@ class Table:
             tells_pace=self.tells_pace,
         )
 
-    def blocks(self) -> Iterator[Table]:
+    def blocks(self) -> Iterator[RequestTable]:
         """The rows in views of a few thousand, for work whose arrays would be larger than the gaps themselves."""
         for first in range(0, len(self), ROWS_A_BLOCK):
             yield self.rows(first, min(first + ROWS_A_BLOCK, len(self)))
@@ -240,7 +240,7 @@ class Table:
         micros: NDArray[np.int64] = np.cumsum([self.first_token_ns[row] // 1000, *gaps_us], dtype=np.int64)
         return micros * 1000
 
-    def measured(self) -> Table:
+    def measured(self) -> RequestTable:
         """The requests that count, as a view."""
         return self.rows(int((self.phase != _PHASE_CODE["measured"]).sum()), len(self))
 
@@ -261,7 +261,7 @@ class Table:
 
 
 _Written = msgspec.defstruct("_Written", Record.__struct_fields__)  # a Record by place, made in a tenth of the time
-Recorded = tuple[Table, list[ClientFacts]]  # what a run directory holds, as `read` gives it
+Recorded = tuple[RequestTable, list[ClientFacts]]  # what a run directory holds, as `read` gives it
 
 _INTEGERS = (
     "id", "scheduled_ns", "sent_ns", "headers_ns", "first_token_ns", "last_token_ns", "done_ns", "prompt_tokens",
@@ -431,7 +431,7 @@ class _Columns:
         self._tells_pace = True
         return record.first_tokens
 
-    def table(self) -> Table:
+    def table(self) -> RequestTable:
         """Empties the columns into a table. Raises ValueError when a request is there twice."""
         self._flush()
         ids = np.asarray(self._integers["id"])
@@ -450,7 +450,7 @@ class _Columns:
             measured = phase[order] == _PHASE_CODE["measured"]
             answers_ns[measured] = [answers.get(number, -1) for number in columns["id"][measured].tolist()]
         held: Mapping[str, Any] = {**columns, **self._by_id}
-        return Table(
+        return RequestTable(
             **held,
             outcome=np.asarray(self._outcome)[order],
             phase=phase[order],
@@ -481,7 +481,7 @@ class _Columns:
         return out, offsets
 
 
-def table(records: Iterable[Record]) -> Table:
+def table(records: Iterable[Record]) -> RequestTable:
     """Columns from records in any order.
 
     Raises ValueError for an outcome or phase outside the closed lists, a number out of range, a request recorded twice.
@@ -540,7 +540,7 @@ class RecordsFile:
             self._next_part()
         self._line(record)
 
-    def write_table(self, table: Table) -> None:
+    def write_table(self, table: RequestTable) -> None:
         """Writes a record for each row, many together; the files are full at the same records as from `write`."""
         for first in range(0, len(table), WRITTEN_TOGETHER):
             rows = list(table.rows(first, min(first + WRITTEN_TOGETHER, len(table))).written())
@@ -558,7 +558,7 @@ class RecordsFile:
         self.file.close()
 
 
-def _parts(directory: Path) -> list[Part]:
+def _parts(directory: Path) -> list[RecordsPart]:
     """The files that hold the records of a run: its own, or its workers'. Raises RecordsError where one is missing.
 
     Both are there only when the merge was killed between its last two steps; the workers' are then copies.
@@ -641,7 +641,7 @@ def read(directory: Path) -> Recorded:
         raise RecordsError(f"{directory}: {error}; were its files copied by hand?") from None
 
 
-def _read_part(part: Part, columns: _Columns, facts: list[ClientFacts], full: bool) -> None:
+def _read_part(part: RecordsPart, columns: _Columns, facts: list[ClientFacts], full: bool) -> None:
     """Adds what a file holds to `columns` and `facts`. full: its writer went on in another. Raises RecordsError."""
     record_of = msgspec.json.Decoder(Record).decode
     with _open(part.path) as file:
@@ -692,7 +692,7 @@ def merge(directory: Path) -> None:
 def ids(path: Path) -> list[int]:
     """The measured requests in one file of records. Raises RecordsError."""
     columns = _Columns()
-    _read_part(Part(OF_THE_RUN, 1, path), columns, [], full=False)
+    _read_part(RecordsPart(OF_THE_RUN, 1, path), columns, [], full=False)
     measured: list[int] = columns.table().measured().id.tolist()
     return measured
 

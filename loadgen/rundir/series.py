@@ -17,7 +17,7 @@ from loadgen.rundir import RunError
 UNFINISHED = "unfinished"  # directory in that of the series
 
 
-class Series:
+class MeasurementSeries:
     """noun: what a measurement of it is called. names: all of them, in their order. done: those that have ended.
     instant: those that will take no time."""
 

@@ -40,14 +40,14 @@ def sweep(
     sweep.md and figures put them together. --resume DIR goes on after a kill or Ctrl-C: points that finished stay as
     they are.
     """
-    from loadgen.event_loop import Stop
+    from loadgen.event_loop import StopSignals
     from loadgen.run import run_to_end
     from loadgen.search import sweep as sweeping
 
     terminal.use(shown)
     planned = sweeping.prepare(options or SweepOptions(), terminal.note)
     code = None
-    with Stop() as stop, sweeping.alone(planned):
+    with StopSignals() as stop, sweeping.alone(planned):
         if planned.series.waiting:
             code = run_to_end(sweeping.measure(planned, stop), lambda: planned.began)
         if planned.began:
@@ -141,10 +141,10 @@ def search(
 
 
 def _measured(one: live.Search, *, resumed: bool) -> int:
-    from loadgen.event_loop import Stop
+    from loadgen.event_loop import StopSignals
     from loadgen.run import run_to_end
 
-    with Stop() as stop:
+    with StopSignals() as stop:
         one.whole.stop = stop
         try:
             code = run_to_end(one.measure(), began=lambda: True)

@@ -20,9 +20,9 @@ from loadgen.client.engine import build_transport
 from loadgen.client.exchange import Exchange
 from loadgen.monitor.messages import MetricsSource
 from loadgen.monitor.prometheus import Metrics, Unreadable
-from loadgen.plan import Plan
-from loadgen.report.sweeps import Wait
-from loadgen.run import Run, Served
+from loadgen.plan import ClientPlan
+from loadgen.report.sweeps import IdleWait
+from loadgen.run import LoadRun, Served
 
 LIMIT_S = 60.0
 POLL_S, READ_LIMIT_S = 0.2, 5.0
@@ -33,7 +33,7 @@ By = Literal["metrics", "probe", "nothing"]
 BUSY = ("running", "waiting", "paused")
 
 
-class Look(Protocol):
+class IdleProbe(Protocol):
     """A way to see whether a server is idle."""
 
     @property
@@ -44,7 +44,7 @@ class Look(Protocol):
         ...
 
 
-async def idle(look: Look, limit_s: float = LIMIT_S) -> Wait:
+async def idle(look: IdleProbe, limit_s: float = LIMIT_S) -> IdleWait:
     """Waits until the server is idle, or `limit_s` have passed. Raises TransportError."""
     began_s, quiet = time.monotonic(), 0
     while look.by != "nothing":
@@ -52,13 +52,13 @@ async def idle(look: Look, limit_s: float = LIMIT_S) -> Wait:
         quiet = 0 if detail else quiet + 1
         waited_s = round(time.monotonic() - began_s, 3)
         if quiet == IN_A_ROW or waited_s > limit_s:
-            return Wait(by=look.by, idle=quiet == IN_A_ROW, waited_s=waited_s, detail=detail)
+            return IdleWait(by=look.by, idle=quiet == IN_A_ROW, waited_s=waited_s, detail=detail)
         await asyncio.sleep(POLL_S)
-    return Wait(by="nothing", idle=False, waited_s=0.0, detail=await look.busy())
+    return IdleWait(by="nothing", idle=False, waited_s=0.0, detail=await look.busy())
 
 
-async def looking_at(run: Run, served: Served) -> Look:
-    """How to look at this server, which is idle now or as busy as others keep it. Raises as `Run.plan` does."""
+async def looking_at(run: LoadRun, served: Served) -> IdleProbe:
+    """How to look at this server, which is idle now or as busy as others keep it. Raises as `LoadRun.plan` does."""
     if run.config.server_metrics and run.backend.server_metrics and not run.backend.stale_gauges:
         metrics = _ByMetrics(MetricsSource.of(served.target, run.backend, run.config.replicas))
         if await metrics.shown():
@@ -103,7 +103,7 @@ class _ByMetrics:
 class _ByProbe:
     by: By = "probe"
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ClientPlan) -> None:
         self._plan = plan
         self._backend: Backend = backends.get(plan.backend)
         load = msgspec.structs.replace(plan.job.load, seed=plan.job.load.seed + PROBE_SEED)

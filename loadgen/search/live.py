@@ -28,20 +28,20 @@ from numpy.typing import NDArray
 from backends import gpus
 from backends.untrusted import without_secrets
 from loadgen import child_env, rundir, terminal
-from loadgen.client.engine import Progress, Snapshot
+from loadgen.client.engine import LiveCounters, Progress
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, flag
 from loadgen.document.content import number
 from loadgen.document.files import ReportError
 from loadgen.load.load import Load
 from loadgen.report import build
-from loadgen.run import NextRun, Run, Served, measure_each
+from loadgen.run import LoadRun, NextRun, Served, measure_each
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.rundir.series import put_aside
 from loadgen.search import results
 from loadgen.search.highest import EndReason, NextProbe, Prior, Probe, ProbeTimes, conclude, highest_load, next_probe
 from loadgen.search.objective import lateness
 from loadgen.search.results import UNITS, AxisName, ProbeKind, ProbeRun, SearchOptions, SearchResult
-from loadgen.search.watch import Enough, Watch, seen_of, times_of, worst
+from loadgen.search.watch import Enough, WatchOrder, seen_of, times_of, worst
 from loadgen.steady.keeping_up import KeepingUp
 
 ALONE_REQUESTS = 4
@@ -112,7 +112,7 @@ def run_config(options: SearchOptions) -> Config:
 class Search:
     """One search in `whole.directory`, which exists. `result`: what its probes have shown so far."""
 
-    whole: Run
+    whole: LoadRun
     result: SearchResult
     _watcher: Watcher = field(init=False)
 
@@ -121,8 +121,8 @@ class Search:
 
     @classmethod
     def checked(cls, config: Config, directory: Path, result: SearchResult) -> Search:
-        """Raises as `Run.check` does."""
-        whole = Run(config, directory, rundir.new_run_id(), terminal.note)
+        """Raises as `LoadRun.check` does."""
+        whole = LoadRun(config, directory, rundir.new_run_id(), terminal.note)
         whole.check()
         return cls(whole, result)
 
@@ -228,8 +228,8 @@ class Search:
             whole.config, seed=whole.config.seed + number_, out=directory, goodput=limits, calibrate=False,
             stop_when_overloaded=step.kind == "probe" and self.result.options.axis == "rate", **step.options,
         )  # fmt: skip
-        one = Run(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
-        watch = Watch(
+        one = LoadRun(config, directory, rundir.new_run_id(), _quiet, whole.stop, measures_wire=step.kind == "alone")
+        watch = WatchOrder(
             directory=str(directory.absolute()), load=config.load, limits_ms=self.result.options.slo_ms,
             attain=self.result.options.attain, requests=step.requests,
         )  # fmt: skip
@@ -237,7 +237,7 @@ class Search:
             self._watcher.begin(watch)
         return NextRun(one, partial(self._over, one, step, time.monotonic()), self._watched(step))
 
-    def _over(self, one: Run, step: PlannedProbe, began_s: float) -> None:
+    def _over(self, one: LoadRun, step: PlannedProbe, began_s: float) -> None:
         """Keeps what a probe has shown."""
         self._watcher.over()
         run = self._probe_run(one.directory, step, one.config.load)
@@ -249,7 +249,7 @@ class Search:
         self.result = msgspec.structs.replace(self.result, probes=[*self.result.probes, run])
         self._keep(None)
 
-    def _describe(self, one: Run) -> None:
+    def _describe(self, one: LoadRun) -> None:
         manifest = rundir.read_manifest(one.directory)
         self.result = msgspec.structs.replace(
             self.result, backend=manifest.backend, model=manifest.model, emulated=manifest.emulated
@@ -259,7 +259,7 @@ class Search:
         """Ends the probe where its time is over and replies are still awaited: they belong to a queue that grows."""
         stop, ended = self.whole.stop, False
 
-        def watched(clients: list[Snapshot]) -> None:
+        def watched(clients: list[LiveCounters]) -> None:
             nonlocal ended
             elapsed_s = max((client.elapsed_s for client in clients), default=0.0)
             if not ended and elapsed_s > step.seconds + GRACE_S and any(client.in_flight for client in clients):
@@ -339,7 +339,7 @@ def _quiet(text: str) -> None:
     """Each probe says what the first said."""
 
 
-async def modelled_rate(options: SearchOptions, whole: Run) -> float | None:
+async def modelled_rate(options: SearchOptions, whole: LoadRun) -> float | None:
     """The highest rate that the model of the server's hardware keeps, in a process of its own; None where the hardware
     is not known, or no model of it."""
     config = whole.config
@@ -389,7 +389,7 @@ def _environment() -> dict[str, str]:
 class Watcher:
     """The process beside, and what is done when it says that a probe has shown enough."""
 
-    def __init__(self, whole: Run) -> None:
+    def __init__(self, whole: LoadRun) -> None:
         self._whole = whole
         self._process: Process | None = None
         self._watched = ""
@@ -409,7 +409,7 @@ class Watcher:
         await child_env.ended(self._process, 5.0)
         self._task.cancel()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: WatchOrder) -> None:
         """Its word ends the run in that directory."""
         assert self._process is not None and self._process.stdin is not None
         self._watched = watch.directory

@@ -153,7 +153,7 @@ def _shade(result: SearchResult, most: float) -> list[Shade]:
     return [Shade(result.range.low or 0.0, result.range.high or most, "95 % interval of the answer")]
 
 
-class Place(NamedTuple):
+class ProbeMark(NamedTuple):
     """A probe in a chart."""
 
     run: ProbeRun
@@ -167,7 +167,7 @@ def _by_load(result: SearchResult, hrefs: Mapping[str, str], origin: str) -> Cha
     for run in sorted(result.of("probe"), key=lambda run: run.probe.load):
         share = run.probe.share
         percent = None if share is None else 100 * share
-        places.append(Place(run, run.probe.load, percent, results.met_percent(run.probe)))
+        places.append(ProbeMark(run, run.probe.load, percent, results.met_percent(run.probe)))
     value = result.range.value
     return Chart(
         title="Requests that meet the objective",
@@ -185,7 +185,7 @@ def _by_load(result: SearchResult, hrefs: Mapping[str, str], origin: str) -> Cha
     )
 
 
-def _by_verdict(places: Sequence[Place], hrefs: Mapping[str, str]) -> Iterator[Series]:
+def _by_verdict(places: Sequence[ProbeMark], hrefs: Mapping[str, str]) -> Iterator[Series]:
     """A series for each verdict that a probe has; a verdict has its colour whether or not others are there."""
     for colour, name in enumerate(VERDICTS):
         mine = [place for place in places if place.run.probe.verdict == name]
@@ -193,7 +193,7 @@ def _by_verdict(places: Sequence[Place], hrefs: Mapping[str, str]) -> Iterator[S
             yield _dots(name, colour, mine, hrefs)
 
 
-def _dots(name: str, colour: int, places: Sequence[Place], hrefs: Mapping[str, str]) -> Series:
+def _dots(name: str, colour: int, places: Sequence[ProbeMark], hrefs: Mapping[str, str]) -> Series:
     """The probes of one verdict."""
     intervals = [place.interval or (None, None) for place in places]
     shares = [place.run.probe.share for place in places]
@@ -215,7 +215,7 @@ def _dots(name: str, colour: int, places: Sequence[Place], hrefs: Mapping[str, s
 def _steps(result: SearchResult, hrefs: Mapping[str, str], origin: str) -> Chart:
     """The loads one after another, and the answer by all probes up to each of them."""
     runs = result.of("probe")
-    places = [Place(run, step, run.probe.load) for step, run in enumerate(runs)]
+    places = [ProbeMark(run, step, run.probe.load) for step, run in enumerate(runs)]
     return Chart(
         title="One probe after another",
         x_label="probe",

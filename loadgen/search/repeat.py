@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.run import NextRun, Run, Served, measure_each
+from loadgen.run import LoadRun, NextRun, Served, measure_each
 
 
-async def measure(whole: Run, finished: Callable[[Path], object]) -> None:
+async def measure(whole: LoadRun, finished: Callable[[Path], object]) -> None:
     """Does `whole.config.repeat` runs in `whole.directory`, which exists, and calls `finished` after each, in a thread.
     Raises as `measure_each` does."""
 
@@ -24,7 +24,7 @@ async def measure(whole: Run, finished: Callable[[Path], object]) -> None:
             directory, seed = whole.directory / str(number), whole.config.seed + number - 1
             config = replace(whole.config, seed=seed, out=directory)
             whole.say(f"run {number} of {whole.config.repeat}, seed {seed}")
-            one = Run(config, directory, rundir.new_run_id(), whole.say, whole.stop)
+            one = LoadRun(config, directory, rundir.new_run_id(), whole.say, whole.stop)
             yield NextRun(one, partial(finished, directory))
 
     await measure_each(whole, runs)

@@ -24,14 +24,14 @@ from backends.untrusted import hide, printable
 from loadgen import rundir, summary, terminal
 from loadgen.config import OWNERS_WORD, Config, ConfigError, check_owners_word, keys_of_url
 from loadgen.document.files import ReportError
-from loadgen.event_loop import Stop
+from loadgen.event_loop import StopSignals
 from loadgen.load.lengths import WorkloadError
 from loadgen.probe import identify
 from loadgen.report import build, sweeps
 from loadgen.report.schema import Report
 from loadgen.report.sweeps import PlannedRun, State, SweepPlan, Swept
-from loadgen.run import NextRun, Run, Say, Served, measure_each
-from loadgen.rundir.series import Series, put_aside
+from loadgen.run import LoadRun, NextRun, Say, Served, measure_each
+from loadgen.rundir.series import MeasurementSeries, put_aside
 from loadgen.search.idle import idle, looking_at
 from loadgen.search.points import UNITS, PointRun, SweepOptions, flag_of
 from loadgen.server import embedded
@@ -46,7 +46,7 @@ class Sweep:
     options: SweepOptions
     directory: Path
     runs: list[PointRun]
-    kept: sweeps.Sweep
+    kept: sweeps.SweepHead
     say: Say
     resumed: bool
 
@@ -54,8 +54,8 @@ class Sweep:
         states = {run.name: self._state(run) for run in self.runs}
         self.states: dict[str, tuple[State, Report | None]] = states
         done = [name for name, (state, _) in states.items() if state == "finished"]
-        self.series = Series("run", [run.name for run in self.runs], done)
-        self.whole: Run | None = None
+        self.series = MeasurementSeries("run", [run.name for run in self.runs], done)
+        self.whole: LoadRun | None = None
 
     def _state(self, run: PointRun) -> tuple[State, Report | None]:
         return sweeps.state_of(self.directory / run.name) if self.resumed else ("waiting", None)
@@ -71,7 +71,7 @@ class Sweep:
 
 def prepare(options: SweepOptions, say: Say) -> Sweep:
     """The sweep of these options, new or gone on with; checked, and nothing started or written. Raises ConfigError and
-    RunError, and as `Run.check` does."""
+    RunError, and as `LoadRun.check` does."""
     if options.resume is not None:
         return _resumed(options, options.resume, say)
     runs = options.order(options.runs())
@@ -86,7 +86,7 @@ def prepare(options: SweepOptions, say: Say) -> Sweep:
         order=listed,
         options=options.as_dict(),
     )
-    kept = sweeps.Sweep(
+    kept = sweeps.SweepHead(
         version=rundir.package_version(), started_unix_s=time.time(), argv=["loadgen", *sys.argv[1:]], plan=plan
     )
     sweep = Sweep(options, directory, runs, kept, say, resumed=False)
@@ -120,7 +120,7 @@ def _resumed(typed: SweepOptions, directory: Path, say: Say) -> Sweep:
     return sweep
 
 
-def planned_runs(directory: Path, kept: sweeps.Sweep) -> tuple[SweepOptions, list[PointRun]]:
+def planned_runs(directory: Path, kept: sweeps.SweepHead) -> tuple[SweepOptions, list[PointRun]]:
     """The options of a sweep that was begun, and its runs in their order. Raises RunError."""
     path = directory / sweeps.FILE
     try:
@@ -146,12 +146,12 @@ def _check(sweep: Sweep) -> None:
         config = replace(configs[most], max_model_len=max(lengths))
     else:
         for each in configs:
-            Run(each, sweep.directory, "check", sweep.say).check()
+            LoadRun(each, sweep.directory, "check", sweep.say).check()
         longest = embedded.model_len if configs[0].where == "embedded" else lambda _: 0
         config = max(configs, key=longest)
     if config.prefix_caching is None and any(map(_caches, configs)) and not _caches(config):
         config = replace(config, prefix_caching="on")
-    sweep.whole = Run(replace(config, out=None), starting, rundir.new_run_id(), sweep.say)
+    sweep.whole = LoadRun(replace(config, out=None), starting, rundir.new_run_id(), sweep.say)
     sweep.whole.check()
 
 
@@ -173,7 +173,7 @@ def alone(sweep: Sweep) -> Iterator[None]:
         yield
 
 
-async def measure(sweep: Sweep, stop: Stop) -> None:
+async def measure(sweep: Sweep, stop: StopSignals) -> None:
     """Does the runs that wait, and writes sweep.json after each. Raises as `measure_each` does."""
     whole = sweep.whole
     assert whole is not None
@@ -187,7 +187,7 @@ async def measure(sweep: Sweep, stop: Stop) -> None:
             whole.directory.rmdir()  # where the server left nothing
 
 
-async def _runs(sweep: Sweep, whole: Run, served: Served) -> AsyncGenerator[NextRun, None]:
+async def _runs(sweep: Sweep, whole: LoadRun, served: Served) -> AsyncGenerator[NextRun, None]:
     """The runs that wait, each once the server is idle."""
     sweep.kept.starts += 1
     await asyncio.to_thread(sweeps.write, sweep.directory, sweep.results())
@@ -206,7 +206,7 @@ async def _runs(sweep: Sweep, whole: Run, served: Served) -> AsyncGenerator[Next
             )
         config, series = run.config(sweep.directory), sweep.series
         sweep.say(f"{series.place(run.name)}: {run.name}, seed {run.seed}; {_lasts(config)}{series.left}")
-        one = Run(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
+        one = LoadRun(config, directory, rundir.new_run_id(), sweep.say, whole.stop)
         yield NextRun(one, partial(_reported, sweep, run))
 
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from loadgen.clock import now_ns
 from loadgen.load.load import Load
 from loadgen.monitor.tail import RecordTail
-from loadgen.monitor.totals import Record
+from loadgen.monitor.totals import CountedRecord
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from loadgen.search.highest import Goal, ProbeTimes, judge
 from loadgen.search.objective import Times, lateness
 
@@ -31,7 +31,7 @@ PERIOD_S = 0.5
 BLOCK_BYTES = 1 << 16
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
+class WatchOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The order: which run directory, what is sent, and what is asked of it. requests: counted ones, at the most."""
 
     directory: str
@@ -50,7 +50,7 @@ class Enough(msgspec.Struct, frozen=True):
 class Follower:
     """One probe's records so far."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: WatchOrder) -> None:
         self._watch = watch
         self._due_ns = watch.load.due_ns() if watch.load.streams is None else None
         self._records = RecordTail(Path(watch.directory))
@@ -72,7 +72,7 @@ class Follower:
         seen = assemble(self._due_ns, rows[over, 0], times.sent_ns[over], times.done_ns[over], late[over], elapsed_ns)
         return judge(Goal(attain=self._watch.attain), seen, self._watch.requests) is not None
 
-    def _take(self, line: Record) -> None:
+    def _take(self, line: CountedRecord) -> None:
         if line.t0_monotonic_ns is not None:
             self._t0_ns = line.t0_monotonic_ns
         elif line.id is not None and line.phase == "measured":
@@ -115,14 +115,14 @@ def assemble(
     )  # fmt: skip
 
 
-def times_of(table: Table) -> Times:
+def times_of(table: RequestTable) -> Times:
     return Times(
         table.sent_ns, table.first_token_ns, table.last_token_ns, table.done_ns, table.output_tokens,
         table.first_tokens, table.ok,
     )  # fmt: skip
 
 
-def seen_of(table: Table, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> ProbeTimes:
+def seen_of(table: RequestTable, load: Load, limits_ms: Mapping[str, float], stopped_ns: int) -> ProbeTimes:
     """A probe that is over, from its measured requests. stopped_ns: when its last request was sent."""
     kept = (table.outcome != OUTCOMES.index("cancelled")) & ~table.abandoned
     late = worst(lateness(limits_ms, times_of(table)))
@@ -145,7 +145,7 @@ def main() -> None:
                 return
             *lines, rest = (rest + read).split(b"\n")
             for line in lines:
-                watch = msgspec.json.decode(line, type=Watch)
+                watch = msgspec.json.decode(line, type=WatchOrder)
                 follower, directory = Follower(watch), watch.directory
         elif follower is not None and follower.enough():
             follower = None

@@ -1,4 +1,4 @@
-"""What will be started: from options, the model and this machine's GPUs to one `Start`, in full and before it begins.
+"""What will be started: from options, the model and this machine's GPUs to one `ServerSpec`, in full and beforehand.
 
 `--dry-run`, `loadgen compose` and the run itself take the same `Launch`, so what is shown is what would run.
 """
@@ -20,13 +20,23 @@ from msgspec import UNSET
 
 import backends
 from backends import docker, gpus, process
-from backends.launch import WITHOUT_P2P, Adapter, Invocation, Launcher, LaunchError, Mount, Settings, Start, version_in
+from backends.launch import (
+    WITHOUT_P2P,
+    Adapter,
+    Invocation,
+    Launcher,
+    LaunchError,
+    Mount,
+    ServerSettings,
+    ServerSpec,
+    version_in,
+)
 from backends.protocol import Backend, ServerInfo
 from backends.untrusted import UNDECODABLE
 from loadgen import models
 from loadgen.config import DEFAULT_REQUESTS, Config, ConfigError, flag
-from loadgen.models import Model
-from loadgen.plan import Plan, plan_run, read_dataset
+from loadgen.models import ServedModel
+from loadgen.plan import ClientPlan, plan_run, read_dataset
 from loadgen.rundir.launch_facts import LaunchedGpu, LaunchedP2p, LaunchFacts
 from loadgen.server.installed import Installed, installed
 from loadgen.server.placement import gpu_pool, model_length, tensor_parallel
@@ -52,9 +62,9 @@ class Launch:
     launcher: Launcher
     backend: Backend
     adapter: Adapter
-    model: Model
-    settings: Settings
-    start: Start
+    model: ServedModel
+    settings: ServerSettings
+    start: ServerSpec
     files: Files
     inventory: gpus.Inventory
     gpu_indices: tuple[int, ...]
@@ -131,7 +141,7 @@ def plan_launch(
         notes += _inherited_notes()
     running = _running(config, adapter, notes)
     common = partial(
-        Settings,
+        ServerSettings,
         served_name=model.name,
         tp=tp,
         dp=config.dp,
@@ -187,7 +197,7 @@ def _adapter(config: Config, backend: Backend, profiled: bool) -> Adapter:
     return adapter
 
 
-def _quantization(config: Config, adapter: Adapter, model: Model) -> str | None:
+def _quantization(config: Config, adapter: Adapter, model: ServedModel) -> str | None:
     """The server's own word for what it is to make of 16-bit weights; None: it takes them as they are. Raises
     ConfigError."""
     name = config.quantization
@@ -233,7 +243,7 @@ def _inherited_notes() -> list[str]:
     ]
 
 
-def _longest(config: Config, backend: Backend, model: Model) -> int | None:
+def _longest(config: Config, backend: Backend, model: ServedModel) -> int | None:
     """Tokens of the run's longest prompt and its reply; None where the prompts' lengths are unknown. What a trace has
     beyond the server's length is left out. Raises ConfigError or WorkloadError."""
     if config.trace is not None:
@@ -243,7 +253,7 @@ def _longest(config: Config, backend: Backend, model: Model) -> int | None:
     return read_dataset(config, backend).longest_tokens()
 
 
-def _at_once(config: Config, plan: Plan) -> int:
+def _at_once(config: Config, plan: ClientPlan) -> int:
     """Requests that the server may have at once, running or waiting: all of an open loop if it is slow, one of each
     session. Not fewer than a usual burst: a compose file's server may be measured with other options."""
     load = plan.job.load
@@ -263,13 +273,13 @@ class _Draft:
     config: Config
     backend: Backend
     adapter: Adapter
-    model: Model
+    model: ServedModel
     local: Path | None
-    common: partial[Settings]
+    common: partial[ServerSettings]
     directory: Path
     profiled: bool
 
-    def in_docker(self) -> tuple[Settings, Start, Files]:
+    def in_docker(self) -> tuple[ServerSettings, ServerSpec, Files]:
         adapter, image = self.adapter, self.config.image or self.adapter.image
         mounts: list[Mount] = []
         seen = self.model.hf_id or ""
@@ -296,7 +306,7 @@ class _Draft:
         )
         return settings, start, files | self._config_files(invocation)
 
-    def as_process(self) -> tuple[Settings, Start, Files]:
+    def as_process(self) -> tuple[ServerSettings, ServerSpec, Files]:
         try:
             installation = _installed(self.config, self.adapter)
         except LaunchError:
@@ -333,7 +343,9 @@ class _Draft:
                 raise LaunchError(f"cannot use {path}: {error}.") from None
         return str(view), files
 
-    def _settled(self, model: str, host: str, port: int, directory: str, version: tuple[int, ...] | None) -> Settings:
+    def _settled(
+        self, model: str, host: str, port: int, directory: str, version: tuple[int, ...] | None
+    ) -> ServerSettings:
         """`directory`: the run's, as the server sees it."""
         return self.common(
             model=model,
@@ -344,8 +356,8 @@ class _Draft:
             trace_dir=f"{directory}/{TRACES}" if self.profiled else None,
         )
 
-    def _start(self, argv: tuple[str, ...], invocation: Invocation, port: int) -> Start:
-        return Start(
+    def _start(self, argv: tuple[str, ...], invocation: Invocation, port: int) -> ServerSpec:
+        return ServerSpec(
             run_id="",
             backend=self.backend.name,
             argv=argv,
@@ -359,7 +371,7 @@ class _Draft:
         return {self.directory / "config" / name: text.encode() for name, text in invocation.files.items()}
 
 
-def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> Path | None:
+def _local(adapter: Adapter, model: ServedModel, config: Config, notes: list[str]) -> Path | None:
     """The model's directory on this host; None: the server takes it from the hub; MODEL_DIR: it will have to be there.
     Raises LaunchError."""
     if adapter.model_file:
@@ -393,7 +405,7 @@ def _local(adapter: Adapter, model: Model, config: Config, notes: list[str]) -> 
     return None
 
 
-def _model_file(adapter: Adapter, model: Model, config: Config) -> Path:
+def _model_file(adapter: Adapter, model: ServedModel, config: Config) -> Path:
     """The one file that it serves. Raises ConfigError or LaunchError."""
     if config.dummy_weights and adapter.random_weights is not None:
         spec = model.described()

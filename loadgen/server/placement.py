@@ -5,14 +5,14 @@ from __future__ import annotations
 from backends import gpus
 from backends.launch import LaunchError
 from loadgen.config import Config, ConfigError
-from loadgen.models import Model
+from loadgen.models import ServedModel
 
 ASSUMED_GPU_BYTES = 80 << 30  # a dry run where there is no GPU
 USUAL_MODEL_LEN = 4096
 GIB = 1 << 30
 
 
-def model_length(config: Config, model: Model, needed: int | None, notes: list[str]) -> int:
+def model_length(config: Config, model: ServedModel, needed: int | None, notes: list[str]) -> int:
     """Tokens of the longest sequence that the server is to take. `needed`: what the run's longest prompt and reply have
     together; None: it is not known. Raises ConfigError."""
     limit, length = model.max_position, config.max_model_len
@@ -69,7 +69,9 @@ def gpu_pool(
     )
 
 
-def tensor_parallel(config: Config, model: Model, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]) -> int:
+def tensor_parallel(
+    config: Config, model: ServedModel, length: int, pool: tuple[gpus.Gpu, ...], notes: list[str]
+) -> int:
     """How many GPUs share the model. Raises ConfigError when they are too few or cannot hold it."""
     each = len(pool) // config.dp  # GPUs that a replica may have
     tp_named = None if config.tp is None else each if config.tp == "all" else int(config.tp)

@@ -11,7 +11,7 @@ from loadgen.load import lengths
 from loadgen.load.load import parse_arrival, parse_streams
 from loadgen.rundir import Manifest
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from loadgen.steady.keeping_up import Flow
 from loadgen.steady.window import Stamps
 
@@ -24,7 +24,7 @@ AS_ASKED_RATIO = 0.01  # replies of other lengths than asked do not follow the l
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def of_requests(measured: Table, manifest: Manifest) -> Flow | None:
+def of_requests(measured: RequestTable, manifest: Manifest) -> Flow | None:
     """None where arrivals are no flow of their own: in closed loops, bursts, and of the turns of sessions."""
     kind = manifest.arrival.partition(":")[0]
     if kind not in JUDGED or (measured.turn > 0).any():
@@ -102,7 +102,7 @@ def changes(arrival: str) -> bool:
     return kind in ("ramp", "steps", "trace") or (kind == "concurrency" and ":" in text)
 
 
-def kept(table: Table, manifest: Manifest) -> Table:
+def kept(table: RequestTable, manifest: Manifest) -> RequestTable:
     """The measured requests, and those of a warm-up that were under way beside them since it handed its slots over."""
     measured = table.measured()
     if not manifest.hands_over or not len(measured):
@@ -112,12 +112,12 @@ def kept(table: Table, manifest: Manifest) -> Table:
     return table.select(mask)
 
 
-def _first_sent_ns(measured: Table) -> int:
+def _first_sent_ns(measured: RequestTable) -> int:
     sent_ns = measured.sent_ns[measured.sent_ns != -1]
     return int(sent_ns.min()) if len(sent_ns) else 0
 
 
-def stamps(measured: Table, manifest: Manifest) -> Stamps:
+def stamps(measured: RequestTable, manifest: Manifest) -> Stamps:
     """The times of the requests that ended ok. measured: with what `kept` adds to them, where a warm-up handed over."""
     handed_s = _first_sent_ns(measured.measured()) / 1e9 if manifest.hands_over else None
     first_ns, last_ns = measured.first_token_ns, measured.last_token_ns
@@ -136,7 +136,7 @@ def stamps(measured: Table, manifest: Manifest) -> Stamps:
     )  # fmt: skip
 
 
-def session_s(measured: Table) -> float:
+def session_s(measured: RequestTable) -> float:
     """How long the usual session lasts; 0 of single requests."""
     rows = np.flatnonzero(measured.ok & (measured.session >= 0))
     if not (measured.turn[rows] > 1).any():
@@ -148,7 +148,7 @@ def session_s(measured: Table) -> float:
     return float(np.median(end_ns - begin_ns)) / 1e9
 
 
-def cut(seen: Stamps, measured: Table, to_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def cut(seen: Stamps, measured: RequestTable, to_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """When each reply's tokens end and how many they are, (n,) each, those after `to_s` left out."""
     last_s, tokens = seen.last_s.copy(), seen.tokens.copy()
     for at in np.flatnonzero((seen.first_s < to_s) & (seen.last_s > to_s)).tolist():

@@ -74,7 +74,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return reach > MOST_REACH_RATIO * self.value
 
 
-class Span(msgspec.Struct, frozen=True):
+class TimeSpan(msgspec.Struct, frozen=True):
     """From when to when, seconds of the run. blocks: into how many it is cut for its intervals; 0: it has none.
     tail_moments: as `blocks` counts them."""
 
@@ -88,7 +88,7 @@ class Span(msgspec.Struct, frozen=True):
         return np.linspace(self.from_s, self.to_s, max(1, self.blocks) + 1)
 
 
-def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
+def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[TimeSpan | None, str]:
     """The window, or why there is none, one clause."""
     n = len(seen.sent_s)
     if n < LEAST_REQUESTS:
@@ -114,15 +114,15 @@ def find(seen: Stamps, not_before_s: float = 0.0) -> tuple[Span | None, str]:
     return _cut(seen, start_s, end_s, life_s), ""
 
 
-def _cut(seen: Stamps, from_s: float, to_s: float, life_s: float) -> Span:
+def _cut(seen: Stamps, from_s: float, to_s: float, life_s: float) -> TimeSpan:
     count, tail = (
         each(to_s - from_s, life_s, closed=seen.slots is not None, session_s=seen.session_s)
         for each in (blocks.count, blocks.tail_moments)
     )
-    return Span(from_s, to_s, int(count), tail)
+    return TimeSpan(from_s, to_s, int(count), tail)
 
 
-def of_whole_replies(seen: Stamps, span: Span) -> Span:
+def of_whole_replies(seen: Stamps, span: TimeSpan) -> TimeSpan:
     """The part of the window whose requests have their replies in it, by the life of nine in ten."""
     lives_s = (seen.done_s - seen.sent_s)[seen.sent_s >= span.from_s]
     to_s = max(span.from_s, span.to_s - float(np.quantile(lives_s, 0.9)))
@@ -167,14 +167,14 @@ def spread(begin_s: Floats, end_s: Floats, weights: Floats, edges_s: Floats) -> 
     return np.where(between > rounded, between, 0.0)  # sums that nearly cancel leave something where nothing lies
 
 
-def rate(at_s: Floats, span: Span) -> Estimate:
+def rate(at_s: Floats, span: TimeSpan) -> Estimate:
     """How many of the instants (n,) fall into a second of the window."""
     edges_s = span.edges_s()
     per_s: Floats = np.histogram(at_s, edges_s)[0] / np.diff(edges_s)
     return _estimate(float(per_s.mean()), per_s)
 
 
-def law_rate(seen: Stamps, last_s: Floats, tokens: Floats, span: Span) -> Estimate:
+def law_rate(seen: Stamps, last_s: Floats, tokens: Floats, span: TimeSpan) -> Estimate:
     """The same of requests of a closed loop, as the law of their lengths has them. last_s and tokens: of the replies,
     cut at the end of the window.
 
@@ -194,7 +194,7 @@ def law_rate(seen: Stamps, last_s: Floats, tokens: Floats, span: Span) -> Estima
 
 
 def spread_rate(
-    begin_s: Floats, end_s: Floats, weights: Floats, span: Span, at_begin: Floats | None = None
+    begin_s: Floats, end_s: Floats, weights: Floats, span: TimeSpan, at_begin: Floats | None = None
 ) -> Estimate:
     """How much of the weights (n,), each spread evenly from its begin to its end, falls into a second of the window;
     together with others (n,) that fall at the begins."""
@@ -206,7 +206,9 @@ def spread_rate(
     return _estimate(float(per_s.mean()), per_s)
 
 
-def of_sent(values: Floats, sent_s: Floats, span: Span, statistics: Mapping[str, float | None]) -> dict[str, Estimate]:
+def of_sent(
+    values: Floats, sent_s: Floats, span: TimeSpan, statistics: Mapping[str, float | None]
+) -> dict[str, Estimate]:
     """Of values (n,) of requests that were sent in the window, NaN where one has none; empty without any. statistics:
     of percentiles their shares, of the mean None."""
     known = ~np.isnan(values) & (sent_s >= span.from_s) & (sent_s <= span.to_s)

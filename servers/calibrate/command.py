@@ -31,7 +31,7 @@ from loadgen.option_types import Whole, names, option
 from loadgen.rundir.emulation import HeldOut
 from servers.calibrate.live import before_and_after, series
 from servers.calibrate.runs import NotARunError, Observed, RunFacts, read
-from servers.simulator.build import Interval, Profile, profiles, read_profile
+from servers.simulator.build import Interval, ServerProfile, profiles, read_profile
 from servers.simulator.engine import FrontEnd
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ class CalibrationError(UserError):
     """Runs that do not suffice for a fit. One sentence."""
 
 
-def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[[str], None]) -> Profile:
+def calibrate(observed: Sequence[Observed], base: ServerProfile | None, log: Callable[[str], None]) -> ServerProfile:
     """The profile of one server's software on one kind of GPU. Raises CalibrationError."""
     if (why := lacking("scipy")) is not None:
         raise CalibrationError(f"{why}.")
@@ -118,10 +118,10 @@ def calibrate(observed: Sequence[Observed], base: Profile | None, log: Callable[
     return profile
 
 
-def _beginning(scheduler: str) -> Profile:
+def _beginning(scheduler: str) -> ServerProfile:
     """The times of the server's own profile that ships, without those of reductions."""
     shipped = _values(profiles()[scheduler])
-    return with_values(Profile(scheduler=scheduler), {name: shipped[name] for name in (*AT_REST, *TIMES)})
+    return with_values(ServerProfile(scheduler=scheduler), {name: shipped[name] for name in (*AT_REST, *TIMES)})
 
 
 def _identifiable(single: Sequence[Observed], launched: bool, log: Callable[[str], None]) -> list[str]:
@@ -144,11 +144,11 @@ def _in_flight(run: Observed) -> float:
     return float(run.e2el_s.sum() / (run.end_s.max() - run.send_s.min()))
 
 
-def _values(profile: Profile) -> dict[str, float]:
+def _values(profile: ServerProfile) -> dict[str, float]:
     return {**msgspec.to_builtins(profile.overheads), **msgspec.to_builtins(profile.front)}
 
 
-def with_values(profile: Profile, values: dict[str, float]) -> Profile:
+def with_values(profile: ServerProfile, values: dict[str, float]) -> ServerProfile:
     """The pace of a host's CPU is one: what it launches and hands out is as much faster or slower as launches kernel by
     kernel."""
     before = _values(profile)
@@ -164,8 +164,8 @@ def with_values(profile: Profile, values: dict[str, float]) -> Profile:
 
 
 def _fit(
-    observed: Sequence[Observed], profile: Profile, start: dict[str, float], log: Callable[[str], None]
-) -> Profile:
+    observed: Sequence[Observed], profile: ServerProfile, start: dict[str, float], log: Callable[[str], None]
+) -> ServerProfile:
     names = list(start)
     real = [(run, np.quantile(run.ttft_s, QUANTILES), np.quantile(run.e2el_s, QUANTILES)) for run in observed]
 
@@ -303,12 +303,12 @@ def _check(runs: Sequence[Observed], aside: Sequence[Observed]) -> None:
         )
 
 
-def judged(profile: Profile, observed: Sequence[Observed]) -> Profile:
+def judged(profile: ServerProfile, observed: Sequence[Observed]) -> ServerProfile:
     """The profile with its errors on runs that it was not fitted to."""
     return msgspec.structs.replace(profile, held_out=tuple(run.predict(profile).error(run) for run in observed))
 
 
-def better(before: Profile, fitted: Profile) -> Profile:
+def better(before: ServerProfile, fitted: ServerProfile) -> ServerProfile:
     """Whichever predicts runs better that it was not fitted to, both judged: a host that is like the one of the
     profile before leaves nothing to fit but noise, which the next load would pay for."""
     errors = {one.run: one.e2el_w1 for one in fitted.held_out}
@@ -318,7 +318,7 @@ def better(before: Profile, fitted: Profile) -> Profile:
     return msgspec.structs.replace(before, gpu=fitted.gpu, fitted_on=(), intervals={})
 
 
-def leave_one_out(observed: Sequence[Observed], base: Profile | None) -> tuple[HeldOut, ...]:
+def leave_one_out(observed: Sequence[Observed], base: ServerProfile | None) -> tuple[HeldOut, ...]:
     """Each run predicted by a fit to the others, where those can be fitted."""
     errors = []
     for left_out in observed:
@@ -339,7 +339,7 @@ def table(errors: Sequence[HeldOut]) -> str:
     return "\n".join(rows(Table(heads, cells)))
 
 
-def write(profile: Profile, out: Path) -> None:
+def write(profile: ServerProfile, out: Path) -> None:
     """Raises CalibrationError."""
     try:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
@@ -465,7 +465,7 @@ def runs_among(paths: Sequence[Path], flags: RunFacts) -> list[Observed]:
     return runs
 
 
-def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> Profile:
+def _fitted_and_judged(runs: Sequence[Observed], aside: Sequence[Observed], base_file: Path | None) -> ServerProfile:
     """With its errors on runs set aside, or else on each run by a fit to the others."""
     for run in (*runs, *aside):
         if not run.tp_known:

@@ -10,8 +10,8 @@ from typing import Any
 from backends.exit_codes import Stopped
 from loadgen import rundir
 from loadgen.config import Config
-from loadgen.event_loop import Stop, run_loop
-from loadgen.run import NextRun, Run, Say, Served, measure_each
+from loadgen.event_loop import StopSignals, run_loop
+from loadgen.run import LoadRun, NextRun, Say, Served, measure_each
 
 AT_REST = ((64, 32), (512, 32), (2048, 32))  # tokens of prompt and reply
 LENGTHS_FILE = "at_rest.txt"
@@ -30,17 +30,17 @@ UNCOUNTED = 8  # requests before each load
 def series(server: Load, directory: Path, say: Say, loads: Mapping[str, Load] = SERIES) -> list[Path]:
     """The run directories of the series, in `directory`. server: the options of a run that say where the loads go: to a
     URL, or to a server that is started once for all of them. Raises as `measure_each` does."""
-    with rundir.measuring(directory, plan=LENGTHS_FILE), Stop() as stop:
+    with rundir.measuring(directory, plan=LENGTHS_FILE), StopSignals() as stop:
         lengths = directory / LENGTHS_FILE
         lengths.write_text("".join(f"{prompt} {reply}\n" for prompt, reply in AT_REST))
         at_rest = Load(input_tokens=f"file:{lengths}", output_tokens=f"file:{lengths}")
 
-        def run(where: Path, number: int, load: Load) -> Run:
+        def run(where: Path, number: int, load: Load) -> LoadRun:
             config = Config(
                 seed=number, warmup=UNCOUNTED, drain_warmup=True, calibrate=False, total_timeout=BURST_S, out=where,
                 **server | at_rest | load,
             )  # fmt: skip
-            return Run(config, where, rundir.new_run_id(), say, stop)
+            return LoadRun(config, where, rundir.new_run_id(), say, stop)
 
         runs = [run(directory / name, number, load) for number, (name, load) in enumerate(loads.items())]
         for one in runs:

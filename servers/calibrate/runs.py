@@ -30,7 +30,7 @@ from loadgen.rundir import records
 from loadgen.rundir.emulation import HeldOut, kind_of_load
 from loadgen.server import embedded
 from servers.simulator import hardware, virtual
-from servers.simulator.build import Emulated, Profile, Setup, emulate, newest
+from servers.simulator.build import Emulated, ServerProfile, Setup, emulate, newest
 
 Floats = npt.NDArray[np.float64]
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -125,7 +125,7 @@ class Observed:
     def emulated(self) -> Emulated:
         return emulate(self.setup)
 
-    def predict(self, profile: Profile) -> Predicted:
+    def predict(self, profile: ServerProfile) -> PredictedRun:
         """The same load through the model."""
         emulated = self.emulated.with_profile(profile)
         load = zip(self.send_s.tolist(), self.prompt.tolist(), self.output.tolist(), strict=True)
@@ -134,11 +134,11 @@ class Observed:
         if len(times) < len(self.send_s):
             raise ObservationError(f"{self.name}: the emulated server refuses requests that the real one served.")
         sent, first, last = times.T
-        return Predicted(first - sent, last - sent, float(last.max() - sent.min()))
+        return PredictedRun(first - sent, last - sent, float(last.max() - sent.min()))
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedRun:
     """What the model predicts of an observed run; seconds."""
 
     ttft_s: Floats
@@ -163,7 +163,7 @@ class Predicted:
         )
 
 
-def _tpot_s(run: Observed | Predicted, output: npt.NDArray[np.int64]) -> Floats:
+def _tpot_s(run: Observed | PredictedRun, output: npt.NDArray[np.int64]) -> Floats:
     many = output > 1
     tpot: Floats = (run.e2el_s - run.ttft_s)[many] / (output[many] - 1)
     return tpot

@@ -14,8 +14,8 @@ import msgspec
 
 from backends.untrusted import UNDECODABLE
 from servers.serve import wire
-from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
+from servers.serve.telemetry import Buckets, Sample, Series, labels_of
+from servers.serve.wire import DialectSettings, Finish, Page, Refusal, Wire
 
 _TYPES = {400: "BadRequestError", 401: "AuthenticationError", 417: "ExpectationFailedError", 429: "RateLimitError"}
 _MESSAGES = {429: "Server is busy, please try again later.", 503: "Server is busy, please try again later."}
@@ -45,7 +45,7 @@ class LightLLM:
     answers: Mapping[str, Callable[[bytes], Page]] = {}
     open_pages = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DialectSettings) -> None:
         self._settings = settings
         started_s = int(time.time())
         healthy = wire.json_page(200, {"message": "Ok"})
@@ -181,12 +181,12 @@ def series(max_req_total_len: int) -> list[Series]:
         Sample("lightllm_queue_size", "gauge", "Queue size", lambda t: {"": t.n_waiting}),
         Sample("lightllm_batch_current_size", "gauge", "Current batch size", lambda t: {"": t.n_running}),
         Sample("lightllm_num_running_reqs", "gauge", "Running requests", lambda t: {"": t.n_running}),
-        Distribution("lightllm_request_first_token_duration", "First token time of the request", "ttft", seconds),
-        Distribution("lightllm_request_mean_time_per_token_duration", "Per token time of the request", "mean", seconds),
-        Distribution("lightllm_request_inference_duration", "Inference time of the request", "e2e", seconds),
-        Distribution("lightllm_request_queue_duration_bucket", "Queue duration of requests", "queue", seconds),
-        Distribution("lightllm_request_input_length", "Length of the input tokens", "prompt_tokens", tokens),
-        Distribution("lightllm_cache_length", "Tokens found in the prompt cache", "cached_tokens", tokens),
-        Distribution("lightllm_request_generated_tokens", "Number of generated tokens", "output_tokens", tokens),
-        Distribution("lightllm_request_max_new_tokens", "Max new token", "max_tokens", tokens),
+        Buckets("lightllm_request_first_token_duration", "First token time of the request", "ttft", seconds),
+        Buckets("lightllm_request_mean_time_per_token_duration", "Per token time of the request", "mean", seconds),
+        Buckets("lightllm_request_inference_duration", "Inference time of the request", "e2e", seconds),
+        Buckets("lightllm_request_queue_duration_bucket", "Queue duration of requests", "queue", seconds),
+        Buckets("lightllm_request_input_length", "Length of the input tokens", "prompt_tokens", tokens),
+        Buckets("lightllm_cache_length", "Tokens found in the prompt cache", "cached_tokens", tokens),
+        Buckets("lightllm_request_generated_tokens", "Number of generated tokens", "output_tokens", tokens),
+        Buckets("lightllm_request_max_new_tokens", "Max new token", "max_tokens", tokens),
     ]  # fmt: skip

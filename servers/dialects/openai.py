@@ -26,8 +26,8 @@ from servers.dialects.pooling import PooledBody, PooledReply, PooledWire, decode
 from servers.dialects.responses import Message, ResponseWire, decode_response
 from servers.dialects.tokens import StreamOptions, TokensWire, decode_tokens
 from servers.serve import wire
-from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
+from servers.serve.telemetry import Buckets, Sample, Series, labels_of
+from servers.serve.wire import DialectSettings, Finish, Page, Refusal, Wire
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
@@ -100,7 +100,7 @@ class OpenAI:
     metrics_content_type: str | None = "text/plain; version=0.0.4; charset=utf-8"
     open_pages = False
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: DialectSettings) -> None:
         self.name = name
         self.media_type_error: Page | None = self.error(
             400, "Unsupported Media Type: Only 'application/json' is allowed"
@@ -683,14 +683,14 @@ def series(max_model_len: int) -> list[Series]:
         Sample("vllm:request_success_total", "counter", "Requests finished.",
                lambda t: {reason: t.finished[reason] for reason in ("stop", "length")} | {"abort": t.failed.total()},
                label="finished_reason"),
-        Distribution("vllm:time_to_first_token_seconds", "Time to the first token.", "ttft", _TTFT_S),
-        Distribution("vllm:inter_token_latency_seconds", "Time between tokens.", "itl", _TOKEN_S),
-        Distribution("vllm:request_time_per_output_token_seconds", "Mean time a token.", "tpot", _TOKEN_S),
-        Distribution("vllm:e2e_request_latency_seconds", "Time of the whole request.", "e2e", _REQUEST_S),
-        Distribution("vllm:request_queue_time_seconds", "Time waiting.", "queue", _REQUEST_S),
-        Distribution("vllm:request_prefill_time_seconds", "Time computing the prompt.", "ttft", _REQUEST_S),
-        Distribution("vllm:request_decode_time_seconds", "Time decoding.", "decode", _REQUEST_S),
-        Distribution("vllm:request_prompt_tokens", "Prompt tokens a request.", "prompt_tokens", tokens),
-        Distribution("vllm:request_generation_tokens", "Output tokens a request.", "output_tokens", tokens),
-        Distribution("vllm:request_params_max_tokens", "max_tokens as asked.", "max_tokens", tokens),
+        Buckets("vllm:time_to_first_token_seconds", "Time to the first token.", "ttft", _TTFT_S),
+        Buckets("vllm:inter_token_latency_seconds", "Time between tokens.", "itl", _TOKEN_S),
+        Buckets("vllm:request_time_per_output_token_seconds", "Mean time a token.", "tpot", _TOKEN_S),
+        Buckets("vllm:e2e_request_latency_seconds", "Time of the whole request.", "e2e", _REQUEST_S),
+        Buckets("vllm:request_queue_time_seconds", "Time waiting.", "queue", _REQUEST_S),
+        Buckets("vllm:request_prefill_time_seconds", "Time computing the prompt.", "ttft", _REQUEST_S),
+        Buckets("vllm:request_decode_time_seconds", "Time decoding.", "decode", _REQUEST_S),
+        Buckets("vllm:request_prompt_tokens", "Prompt tokens a request.", "prompt_tokens", tokens),
+        Buckets("vllm:request_generation_tokens", "Output tokens a request.", "output_tokens", tokens),
+        Buckets("vllm:request_params_max_tokens", "max_tokens as asked.", "max_tokens", tokens),
     ]  # fmt: skip

@@ -23,8 +23,8 @@ from servers.dialects.sglang_openai import (
     decode_completion,
 )
 from servers.serve import wire
-from servers.serve.telemetry import Distribution, Sample, Series, labels_of
-from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
+from servers.serve.telemetry import Buckets, Sample, Series, labels_of
+from servers.serve.wire import DialectSettings, Finish, Page, Refusal, Wire
 
 _VERSION = "0.5.11"
 _DEFAULT_NEW_TOKENS, _DEFAULT_COMPLETION_TOKENS = 128, 16
@@ -58,7 +58,7 @@ class SGLang:
     answers: Mapping[str, Callable[[bytes], Page]] = {}
     open_pages = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DialectSettings) -> None:
         self._settings = settings
         info = {"model_path": settings.model, "served_model_name": settings.model, "weight_version": wire.MARK}
         server = {**info, "context_length": settings.max_model_len, "version": _VERSION,
@@ -263,8 +263,8 @@ def series() -> list[Series]:
                lambda t: {"device": t.cached_tokens}, label="cache_source"),
         Sample("sglang:num_requests_total", "counter", "Number of requests", lambda t: {"": t.requests}),
         Sample("sglang:num_retracted_requests_total", "counter", "Retracted requests", lambda t: {"": t.preemptions}),
-        Distribution("sglang:time_to_first_token_seconds", "Time to first token", "ttft", _TTFT_S),
-        Distribution("sglang:inter_token_latency_seconds", "Inter-token latency", "itl", _ITL_S),
-        Distribution("sglang:e2e_request_latency_seconds", "End-to-end latency", "e2e", _E2E_S),
-        Distribution("sglang:queue_time_seconds", "Queueing time", "queue", _QUEUE_S),
+        Buckets("sglang:time_to_first_token_seconds", "Time to first token", "ttft", _TTFT_S),
+        Buckets("sglang:inter_token_latency_seconds", "Inter-token latency", "itl", _ITL_S),
+        Buckets("sglang:e2e_request_latency_seconds", "End-to-end latency", "e2e", _E2E_S),
+        Buckets("sglang:queue_time_seconds", "Queueing time", "queue", _QUEUE_S),
     ]  # fmt: skip

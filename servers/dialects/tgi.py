@@ -21,8 +21,8 @@ import msgspec
 from backends.untrusted import UNDECODABLE
 from servers.schedulers.tgi import PIECE_TOKENS, reply_tokens
 from servers.serve import wire
-from servers.serve.telemetry import Distribution, Sample, Series
-from servers.serve.wire import Finish, Page, Refusal, Settings, Wire
+from servers.serve.telemetry import Buckets, Sample, Series
+from servers.serve.wire import DialectSettings, Finish, Page, Refusal, Wire
 
 VERSION = "3.3.7"
 BOS_TOKENS = 1
@@ -125,7 +125,7 @@ class TGI:
     metrics_content_type: str | None = "text/plain; charset=utf-8"
     open_pages = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DialectSettings) -> None:
         self._settings = settings
         self.media_type_error: Page | None = _text(415, "Expected request with `Content-Type: application/json`")
         healthy = Page(200, b"", content_type=None)
@@ -539,12 +539,12 @@ def series(max_total_tokens: int) -> list[Series]:
                lambda t: dict(t.failed), label="err"),
         Sample("tgi_queue_size", "gauge", "Current queue size", lambda t: {"": t.n_waiting}),
         Sample("tgi_batch_current_size", "gauge", "Current batch size", lambda t: {"": t.n_running}),
-        Distribution("tgi_request_duration", "Request duration", "e2e", seconds),
-        Distribution("tgi_request_validation_duration", "Request validation duration", "queue", seconds),
-        Distribution("tgi_request_queue_duration", "Request queue duration", "queue", seconds),
-        Distribution("tgi_request_inference_duration", "Request inference duration", "e2e", seconds),
-        Distribution("tgi_request_mean_time_per_token_duration", "Mean time per token per request", "mean", seconds),
-        Distribution("tgi_request_generated_tokens", "Generated tokens per request", "output_tokens", total),
-        Distribution("tgi_request_input_length", "Input token length per request", "prompt_tokens", inputs),
-        Distribution("tgi_request_max_new_tokens", "Maximum new tokens per request", "max_tokens", total),
+        Buckets("tgi_request_duration", "Request duration", "e2e", seconds),
+        Buckets("tgi_request_validation_duration", "Request validation duration", "queue", seconds),
+        Buckets("tgi_request_queue_duration", "Request queue duration", "queue", seconds),
+        Buckets("tgi_request_inference_duration", "Request inference duration", "e2e", seconds),
+        Buckets("tgi_request_mean_time_per_token_duration", "Mean time per token per request", "mean", seconds),
+        Buckets("tgi_request_generated_tokens", "Generated tokens per request", "output_tokens", total),
+        Buckets("tgi_request_input_length", "Input token length per request", "prompt_tokens", inputs),
+        Buckets("tgi_request_max_new_tokens", "Maximum new tokens per request", "max_tokens", total),
     ]  # fmt: skip

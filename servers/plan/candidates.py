@@ -17,7 +17,7 @@ from backends.decoder import ModelSpec
 from backends.untrusted import read_json
 from loadgen.config import ConfigError
 from loadgen.search.highest import HighestLoad
-from servers.plan.sizing import THROUGHPUT, Demand, Limits, NotMet, SizedServer, Trial
+from servers.plan.sizing import THROUGHPUT, Demand, LatencyLimits, LoadTrial, NotMet, SizedServer
 from servers.plan.sure import surest
 from servers.simulator import formats, hardware
 from servers.simulator.build import Emulated, EmulationError
@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """What would do. server_rate: the highest that one server keeps up with, requests/s; bound: by which limit; answer:
     that rate with its interval, where it was searched for again. highest: one server at that rate; trial: at its share
     of the load."""
@@ -59,8 +59,8 @@ class Row:
     usd_per_hour: float | None
     server_rate: float
     bound: str
-    highest: Trial
-    trial: Trial
+    highest: LoadTrial
+    trial: LoadTrial
     answer: HighestLoad | None = None
 
     @property
@@ -128,12 +128,12 @@ class Requirements:
 
     emulation: Callable[[Candidate], Emulated]
     demand: Demand
-    limits: Limits
+    limits: LatencyLimits
     prices: Prices
     max_gpus: int
 
 
-def judge(candidate: Candidate, wanted: Requirements) -> Row | Unmet:
+def judge(candidate: Candidate, wanted: Requirements) -> PlanRow | Unmet:
     """What one kind of server needs for the whole load."""
     demand = wanted.demand
     try:
@@ -144,7 +144,7 @@ def judge(candidate: Candidate, wanted: Requirements) -> Row | Unmet:
         return Unmet(candidate=candidate, reason=str(reason))
 
 
-def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, wanted: Requirements) -> Row:
+def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, wanted: Requirements) -> PlanRow:
     """At that highest rate of one server. Raises NotMet and EmulationError."""
     demand, servers = wanted.demand, math.ceil(wanted.demand.rate / rate)
     while True:
@@ -158,7 +158,7 @@ def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, wan
             break
         servers += 1  # missed at less than the highest: rare, where a percentile hangs on a few requests
     each = price(wanted.prices, candidate.gpu)
-    return Row(
+    return PlanRow(
         candidate=candidate,
         server=server,
         servers=servers,
@@ -170,7 +170,7 @@ def _row(candidate: Candidate, server: SizedServer, rate: float, bound: str, wan
     )
 
 
-def made_sure(rows: list[Row], unmet: list[Unmet], wanted: Requirements) -> tuple[list[Row], list[Unmet]]:
+def made_sure(rows: list[PlanRow], unmet: list[Unmet], wanted: Requirements) -> tuple[list[PlanRow], list[Unmet]]:
     """Searches for the rate of the first row again, as `loadgen search` does, until the first needs it no more: it has
     its interval, or its limit is what the server works off, which hangs on no single requests. Another row may come
     first by that. Only loads of single requests can be drawn again."""
@@ -184,7 +184,7 @@ def made_sure(rows: list[Row], unmet: list[Unmet], wanted: Requirements) -> tupl
     return rows, unmet
 
 
-def _sure(row: Row, wanted: Requirements) -> Row | Unmet:
+def _sure(row: PlanRow, wanted: Requirements) -> PlanRow | Unmet:
     try:
         answer = surest(row.emulated, wanted.demand, wanted.limits, row.server_rate)
         rate = row.server_rate if answer.value is None else answer.value
@@ -193,13 +193,13 @@ def _sure(row: Row, wanted: Requirements) -> Row | Unmet:
         return Unmet(candidate=row.candidate, reason=str(reason))
 
 
-def ranked(judged: Iterable[Row | Unmet]) -> tuple[list[Row], list[Unmet]]:
+def ranked(judged: Iterable[PlanRow | Unmet]) -> tuple[list[PlanRow], list[Unmet]]:
     """Those that do, cheapest first (then the fewest GPUs, then the most to spare; without a price last), and those
     that do not."""
 
-    def order(row: Row) -> tuple[float, int, float]:
+    def order(row: PlanRow) -> tuple[float, int, float]:
         return math.inf if row.usd_per_hour is None else row.usd_per_hour, row.gpus, -row.servers * row.server_rate
 
     both = list(judged)
-    rows = sorted((each for each in both if isinstance(each, Row)), key=order)
+    rows = sorted((each for each in both if isinstance(each, PlanRow)), key=order)
     return rows, [each for each in both if isinstance(each, Unmet)]

@@ -48,8 +48,8 @@ from servers.plan.candidates import (
     ranked,
     read_prices,
 )
-from servers.plan.sizing import BEYOND, STRETCH, Demand, Limits, trace_rate
-from servers.plan.table import Plan, render, to_json
+from servers.plan.sizing import BEYOND, STRETCH, Demand, LatencyLimits, trace_rate
+from servers.plan.table import DeploymentPlan, render, to_json
 from servers.simulator import hardware
 from servers.simulator.build import Setup, emulate, profiles, read_profile, routed
 from servers.simulator.options import Hardware
@@ -60,14 +60,14 @@ MOST_REQUESTS = 100_000  # judged in a virtual run
 GPUS = Group("GPUs and prices", sort_key=3)
 
 
-def parse_slo(slo: str, percentile: float | None = None) -> Limits:
+def parse_slo(slo: str, percentile: float | None = None) -> LatencyLimits:
     """'ttft_ms=500,tpot_ms=50' or 'ttft_p99<500ms'. Raises ConfigError."""
     seconds = {name: limit_ms / 1e3 for name, limit_ms in objective.parse(slo).items()}
     share = objective.share(slo, "--percentile", None if percentile is None else percentile / 100)
     percentile = 99.0 if share is None else 100 * share
     if not 0 < percentile < 100:
         raise ConfigError(f"--percentile is {percentile:g}; it must be between 0 and 100.")
-    return Limits(seconds=seconds, percentile=percentile)
+    return LatencyLimits(seconds=seconds, percentile=percentile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class PlanOptions:
                 spec.precision(self.dtype, None if name in (ANY, NONE) else name, self.kv_cache_dtype)
         return specs
 
-    def demand(self, longest: int, limits: Limits) -> Demand:
+    def demand(self, longest: int, limits: LatencyLimits) -> Demand:
         """longest: tokens of a request that every model takes. Raises ConfigError."""
         least = max(self.requests, limits.least_requests)
         if least > MOST_REQUESTS:
@@ -242,7 +242,7 @@ def command(options: Annotated[PlanOptions, Parameter(name="*")]) -> int:
     looked_at = _shown(candidates(specs, kinds, options.quantization, largest_tp, options.max_running))
     rows, unmet = ranked([judge(candidate, wanted) for candidate in looked_at])
     rows, unmet = made_sure(rows, unmet, wanted)
-    plan = Plan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
+    plan = DeploymentPlan(rows=rows, unmet=unmet, demand=demand, limits=limits, prices=prices, profile=profile)
     if options.json:
         terminal.say(render(plan))
         print(to_json(plan))
@@ -261,7 +261,7 @@ def _shown(looked_at: Iterable[Candidate]) -> Iterator[Candidate]:
         yield candidate
 
 
-def _check(demand: Demand, limits: Limits, spec: ModelSpec) -> None:
+def _check(demand: Demand, limits: LatencyLimits, spec: ModelSpec) -> None:
     """Raises ConfigError for a load that no server could take."""
     if not 0 < demand.rate <= MOST_RATE:
         raise ConfigError(f"--rate is {demand.rate:g}; it must be above 0 and at most {MOST_RATE:g}.")

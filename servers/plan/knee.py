@@ -13,7 +13,7 @@ import msgspec
 
 from loadgen.config import Config
 from loadgen.server import embedded
-from servers.plan.sizing import STRETCH, Demand, Limits, NotMet, SizedServer
+from servers.plan.sizing import STRETCH, Demand, LatencyLimits, NotMet, SizedServer
 from servers.simulator.build import emulate
 from servers.simulator.options import Hardware
 
@@ -34,7 +34,7 @@ def knee(query: Query) -> float | None:
     hardware = Hardware(**embedded.modelled(config))
     emulated = emulate(hardware.setup(config.kind, embedded.model_place(config), embedded.model_len(config)))
     demand = Demand(rate=1.0, load=config.load, requests=REQUESTS)
-    limits = Limits(
+    limits = LatencyLimits(
         seconds={name: limit_ms / 1e3 * config.speed for name, limit_ms in query.limits_ms.items()},
         percentile=100 * query.attain,
     )

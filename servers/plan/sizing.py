@@ -26,7 +26,7 @@ from loadgen.steady.keeping_up import Flow, KeepingUp, judge
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
 from servers.simulator.engine import Engine, place_s
-from servers.simulator.virtual import Arrival, Outcome, bounds, simulate, simulate_sessions, uncollected
+from servers.simulator.virtual import ArrivingRequest, Outcome, bounds, simulate, simulate_sessions, uncollected
 
 BURST = 512  # most requests of the burst that shows how fast a server can work off what it has
 STABLE_RATIO = 0.95  # of that rate; beyond it, queues grow for longer than a short run can show
@@ -47,7 +47,7 @@ class _Missed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class LatencyLimits:
     """Seconds by metric; `percentile` percent of the requests keep all of them."""
 
     seconds: dict[str, float]
@@ -82,7 +82,7 @@ class Demand:
     requests: int = 400
 
     @functools.cached_property
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[ArrivingRequest]:
         """The load's requests, one a second in the mean: every rate and every server meets the same, faster or slower.
         Of a trace its first ones. Raises WorkloadError."""
         most = STRETCH * self.requests
@@ -91,7 +91,7 @@ class Demand:
         else:
             at_s = self.load.due_ns()[:most] / 1e9 * trace_rate(self.load)
         shapes = self.load.shapes()
-        return [Arrival(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(at_s.tolist())]
+        return [ArrivingRequest(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(at_s.tolist())]
 
     @functools.cached_property
     def kind(self) -> str:
@@ -99,7 +99,7 @@ class Demand:
         return kind_of_load("open", float(np.mean([arrival.prompt for arrival in self.sample])))
 
     @property
-    def sample(self) -> list[Arrival]:
+    def sample(self) -> list[ArrivingRequest]:
         """Requests of the load; where it has sessions, their turns."""
         return self.arrivals if self.load.sessions is None else self.sessions(self.requests)[0]
 
@@ -114,7 +114,7 @@ class Demand:
         turns = self.load.turns()
         return 1.0 if turns is None else turns.total / (self.load.requests or 1)
 
-    def sessions(self, count: int, *, thinking: bool = True) -> tuple[list[Arrival], Turns]:
+    def sessions(self, count: int, *, thinking: bool = True) -> tuple[list[ArrivingRequest], Turns]:
         """So many sessions, one beginning a second in the mean; or all at once, and with nobody who thinks."""
         assert self.load.sessions is not None
         sessions = self.load.sessions
@@ -129,16 +129,16 @@ class Demand:
         return first if thinking else [each._replace(at_s=0.0) for each in first], turns
 
     @functools.cached_property
-    def _drawn_sessions(self) -> dict[int, list[Arrival]]:
+    def _drawn_sessions(self) -> dict[int, list[ArrivingRequest]]:
         """The turns of so many sessions: fewer sessions are the first of them."""
         return {}
 
-    def _turns_of(self, sessions: int) -> list[Arrival]:
+    def _turns_of(self, sessions: int) -> list[ArrivingRequest]:
         load = msgspec.structs.replace(self.load, requests=sessions)
         turns, shapes, at_s = load.turns(), load.shapes(), _poisson_s(sessions).tolist()
         assert turns is not None
         begin_s = [at_s[session] for session in range(sessions) for _ in range(turns.count(session))]
-        return [Arrival(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(begin_s)]
+        return [ArrivingRequest(seconds, *shapes.shape(number)[:3]) for number, seconds in enumerate(begin_s)]
 
 
 def _poisson_s(count: int) -> NDArray[np.float64]:
@@ -153,7 +153,7 @@ def trace_rate(load: Load) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class LoadTrial:
     """One run. missed: the limit that it did not keep; THROUGHPUT where the server fell behind, as the report of a run
     judges it. percentiles: seconds by metric, NaN where there are none. in_flight: most at once. keeping_up: of a run
     that missed no limit."""
@@ -165,7 +165,7 @@ class Trial:
 
 
 @uncollected()
-def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
+def trial(emulated: Emulated, demand: Demand, limits: LatencyLimits, rate: float, settled_s: float) -> LoadTrial:
     """One server at `rate` requests/s. It ends early when more have missed a limit than may. Those that come before
     `settled_s` are served and not judged: the server is not yet as full as it will be."""
     sent_s: list[float] = []
@@ -217,10 +217,10 @@ def trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settl
         missed = str(reason)
     flow = Flow(*np.asarray([(sent_s[number], *times_s[number]) for number in sorted(times_s)]).reshape(-1, 3).T)
     percentiles = {name: _percentile(each, limits.percentile) for name, each in values.items()}
-    return _kept_up(Trial(missed=missed, percentiles=percentiles, in_flight=most), flow, demand, rate)
+    return _kept_up(LoadTrial(missed=missed, percentiles=percentiles, in_flight=most), flow, demand, rate)
 
 
-def _kept_up(seen: Trial, flow: Flow, demand: Demand, rate: float) -> Trial:
+def _kept_up(seen: LoadTrial, flow: Flow, demand: Demand, rate: float) -> LoadTrial:
     """A run that missed no limit, with whether its server kept up with the arrivals."""
     if seen.missed is not None:
         return seen
@@ -247,7 +247,9 @@ def replying(emulated: Emulated, end: Callable[[Sequence, float, float], None]) 
 
 
 @uncollected()
-def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: float, settled_s: float) -> Trial:
+def session_trial(
+    emulated: Emulated, demand: Demand, limits: LatencyLimits, rate: float, settled_s: float
+) -> LoadTrial:
     """One server at `rate` sessions/s. Turns that are sent before `settled_s`, or after the last session has begun, are
     served and not judged: the server is not as full as it will be, or not any more."""
     count = math.ceil(rate * settled_s + demand.requests / demand.turns_each)
@@ -271,7 +273,7 @@ def session_trial(emulated: Emulated, demand: Demand, limits: Limits, rate: floa
         [each.times_s[-1] if each.times_s else each.sent_s for each in outcomes],
     )
     begins_s = np.asarray([arrivals[int(first)].at_s for first in turns.first[:-1]])
-    seen = Trial(missed=missed, percentiles=percentiles, in_flight=int(in_flight))
+    seen = LoadTrial(missed=missed, percentiles=percentiles, in_flight=int(in_flight))
     return _kept_up(seen, Flow(begins_s, begins_s, np.maximum(ends_s, begins_s)), demand, rate)
 
 
@@ -296,7 +298,7 @@ def _percentile(values: list[float], percent: float) -> float:
 class SizedServer:
     """One server's limits. Raises NotMet where the longest request, or one of usual length, is too much for it."""
 
-    def __init__(self, emulated: Emulated, demand: Demand, limits: Limits) -> None:
+    def __init__(self, emulated: Emulated, demand: Demand, limits: LatencyLimits) -> None:
         self.emulated = emulated
         self._demand = demand
         self._limits = limits
@@ -317,15 +319,15 @@ class SizedServer:
             served = list(bounds(simulate_sessions(emulated, *demand.sessions(burst, thinking=False))))
         works_off = len(served) / max(last_s for _, _, last_s in served)  # requests/s
         self.capacity = works_off / demand.turns_each  # requests/s, or sessions/s
-        self._trials: dict[float, Trial] = {}
+        self._trials: dict[float, LoadTrial] = {}
 
-    def at(self, rate: float) -> Trial:
+    def at(self, rate: float) -> LoadTrial:
         """One run at that rate; the same rate is run once."""
         if rate not in self._trials:
             self._trials[rate] = self._run(rate)
         return self._trials[rate]
 
-    def _run(self, rate: float) -> Trial:
+    def _run(self, rate: float) -> LoadTrial:
         if self._demand.load.sessions is None:
             return trial(self.emulated, self._demand, self._limits, rate, 2 * self._alone_s)
         return session_trial(self.emulated, self._demand, self._limits, rate, self._session_s)

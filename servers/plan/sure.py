@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from loadgen.search.highest import Goal, HighestLoad, NextProbe, Prior, Probe, ProbeTimes, highest, watched
-from servers.plan.sizing import Demand, Limits, replying, took_s
+from servers.plan.sizing import Demand, LatencyLimits, replying, took_s
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated
 from servers.simulator.virtual import uncollected
@@ -23,7 +23,7 @@ LOOK_GROWTH = 1.3  # each look at a probe has so many times the requests of the 
 FIRST_LOOK = 100  # requests
 
 
-def surest(emulated: Emulated, demand: Demand, limits: Limits, rate: float) -> HighestLoad:
+def surest(emulated: Emulated, demand: Demand, limits: LatencyLimits, rate: float) -> HighestLoad:
     """The highest rate (requests/s) of one server, near `rate`, at which the limits' share of the requests keep every
     limit, with its interval. demand: single requests, of which there are more when they are drawn again."""
     goal = Goal(attain=limits.percentile / 100, budget_s=MOST_REQUESTS / rate)
@@ -35,7 +35,7 @@ def surest(emulated: Emulated, demand: Demand, limits: Limits, rate: float) -> H
 class _Probes:
     """Probes of one server, each with Poisson arrivals of its own."""
 
-    def __init__(self, emulated: Emulated, demand: Demand, limits: Limits) -> None:
+    def __init__(self, emulated: Emulated, demand: Demand, limits: LatencyLimits) -> None:
         self._emulated = emulated
         self._limits = limits
         self._shapes = [each[1:] for each in demand.arrivals]

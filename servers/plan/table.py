@@ -19,24 +19,24 @@ from loadgen.load.load import Load
 from loadgen.report import text
 from loadgen.rundir.emulation import HeldOut
 from loadgen.search.objective import METRICS
-from servers.plan.candidates import Candidate, Prices, Row, Unmet
-from servers.plan.sizing import BEYOND, Demand, Limits, trace_rate
+from servers.plan.candidates import Candidate, PlanRow, Prices, Unmet
+from servers.plan.sizing import BEYOND, Demand, LatencyLimits, trace_rate
 from servers.simulator import hardware
-from servers.simulator.build import Profile
+from servers.simulator.build import ServerProfile
 
 SCHEMA = "loadgen.plan/1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DeploymentPlan:
     """What was asked, and what came of it: rows cheapest first, and what would not do."""
 
-    rows: list[Row]
+    rows: list[PlanRow]
     unmet: list[Unmet]
     demand: Demand
-    limits: Limits
+    limits: LatencyLimits
     prices: Prices
-    profile: Profile
+    profile: ServerProfile
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -54,13 +54,13 @@ class Plan:
     def several_running(self) -> bool:
         return len({each.max_running for each in self.candidates}) > 1
 
-    def held_out(self, row: Row) -> tuple[HeldOut, ...]:
+    def held_out(self, row: PlanRow) -> tuple[HeldOut, ...]:
         """The real runs like the row's that the profile was not fitted to: of such a load on its GPU, of models of its
         class with weights in its format."""
         return text.of_load(row.emulated.facts.held_out, self.demand.kind)
 
 
-def render(plan: Plan) -> str:
+def render(plan: DeploymentPlan) -> str:
     """For people: the table, what will not do, and how far to trust it."""
     demand, limits, rows = plan.demand, plan.limits, plan.rows
     wanted = ", ".join(f"{name} <= {1e3 * limit_s:g} ms" for name, limit_s in limits.seconds.items())
@@ -88,7 +88,7 @@ def render(plan: Plan) -> str:
     return "\n".join(map(escaped, lines))
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: DeploymentPlan) -> str:
     """One line of ASCII. Rates are of one server, per second; latencies of one server at its share of the load."""
     demand, limits = plan.demand, plan.limits
     return json.dumps(
@@ -114,7 +114,7 @@ def _choice(candidate: Candidate) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _row(row: Row, plan: Plan) -> dict[str, object]:
+def _row(row: PlanRow, plan: DeploymentPlan) -> dict[str, object]:
     facts, held_out = row.emulated.facts, plan.held_out(row)
     off = {what: text.off_by(held_out, name) for name, what in text.HELD_OUT.items()} if held_out else {}
     percentiles = {name: None if math.isnan(each) else 1e3 * each for name, each in row.trial.percentiles.items()}
@@ -138,14 +138,14 @@ def _row(row: Row, plan: Plan) -> dict[str, object]:
     }
 
 
-def _interval(row: Row) -> list[float | None] | None:
+def _interval(row: PlanRow) -> list[float | None] | None:
     """Where 95 % of such searches have the rate; None on a side that nothing bounds."""
     if row.answer is None or row.answer.value is None:
         return None
     return [row.answer.low or None, row.answer.high if math.isfinite(row.answer.high) else None]
 
 
-def _name(candidate: Candidate, plan: Plan) -> str:
+def _name(candidate: Candidate, plan: DeploymentPlan) -> str:
     """As far as candidates differ."""
     words = [f"{candidate.tp} x {candidate.gpu}"]
     words += [candidate.model] if plan.several_models else []
@@ -154,7 +154,7 @@ def _name(candidate: Candidate, plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: DeploymentPlan) -> list[str]:
     percentile = plan.limits.percentile
     heads = [
         "$/hour", "GPUs", "servers", "each on", "joined by", "model", "weights", "max-running",
@@ -170,7 +170,7 @@ def _table(plan: Plan) -> list[str]:
     return [*terminal.table(shown, WIDEST)][:-1]
 
 
-def _cells(row: Row, plan: Plan) -> list[str]:
+def _cells(row: PlanRow, plan: DeploymentPlan) -> list[str]:
     candidate, facts, held_out = row.candidate, row.emulated.facts, plan.held_out(row)
     seen = (row.trial.percentiles[name] for name in METRICS)
     return [
@@ -184,7 +184,7 @@ def _cells(row: Row, plan: Plan) -> list[str]:
     ]  # fmt: skip
 
 
-def _between(row: Row) -> str:
+def _between(row: PlanRow) -> str:
     low, high = _interval(row) or (None, None)
     if low is None and high is None:
         return "-"
@@ -196,7 +196,7 @@ def _each(what: str) -> str:
     return f"{what.replace('requests', 'req')} each"
 
 
-def _legend(plan: Plan) -> str:
+def _legend(plan: DeploymentPlan) -> str:
     demand, percentile = plan.demand, plan.limits.percentile
     fewest = demand.requests
     if demand.load.trace is not None:
@@ -212,7 +212,7 @@ def _legend(plan: Plan) -> str:
     )
 
 
-def _sureness(plan: Plan) -> str:
+def _sureness(plan: DeploymentPlan) -> str:
     """How far to trust a rate as an answer of the model, whose own errors come on top."""
     rough = "from one short run, within 10 % of what keeps them there"
     if not plan.rows or _interval(plan.rows[0]) is None:
@@ -220,7 +220,7 @@ def _sureness(plan: Plan) -> str:
     return f" (the first row's searched for as loadgen search does, with its interval; others {rough})"
 
 
-def _commands(row: Row, demand: Demand, limits: Limits) -> Iterator[str]:
+def _commands(row: PlanRow, demand: Demand, limits: LatencyLimits) -> Iterator[str]:
     """What looks closer at one server's share of the load, and what starts such a server."""
     setup = row.emulated.setup
     words = ["--backend", setup.scheduler.partition("@")[0], "--model", _place(setup.model)]
@@ -262,7 +262,7 @@ def _place(model: ModelSpec) -> str:
     return model.hf_id if catalog.find(model.name) is None else model.name
 
 
-def _reliability(plan: Plan) -> Iterator[str]:
+def _reliability(plan: DeploymentPlan) -> Iterator[str]:
     """How far these numbers may be off: a server's software and the operators of each GPU."""
     profile = plan.profile
     gpus = list(dict.fromkeys(each.gpu for each in plan.candidates))
@@ -276,7 +276,7 @@ def _reliability(plan: Plan) -> Iterator[str]:
     yield from _notes(plan.rows)
 
 
-def _held_out_lines(plan: Plan) -> Iterator[str]:
+def _held_out_lines(plan: DeploymentPlan) -> Iterator[str]:
     """A line for each GPU, format and class of models: of the rows, or where there is none of all that was asked."""
     seen = [(row.emulated.facts.architecture, row.candidate.gpu, row.emulated.facts.quantization) for row in plan.rows]
     asked = [
@@ -288,7 +288,7 @@ def _held_out_lines(plan: Plan) -> Iterator[str]:
         yield text.held_out_line(held_out, text.like(architecture, load, gpu, quantization), len(profile.held_out))
 
 
-def _near_limits(plan: Plan) -> Iterator[str]:
+def _near_limits(plan: DeploymentPlan) -> Iterator[str]:
     """Rows of which a short run cannot settle whether their servers keep up."""
     near = [row for row in plan.rows if row.trial.keeping_up is not None and row.trial.keeping_up.word == "near_limit"]
     if near:
@@ -296,7 +296,7 @@ def _near_limits(plan: Plan) -> Iterator[str]:
         yield f"Near its limit, not settled in this run: {names}. A longer run (--requests) settles it."
 
 
-def _notes(rows: list[Row]) -> Iterator[str]:
+def _notes(rows: list[PlanRow]) -> Iterator[str]:
     """What a user should know about rows, once for all the GPUs of which it is said."""
     places: dict[str, dict[str, str]] = {}
     for row in rows:

@@ -20,7 +20,7 @@ from loadgen.breakdown.tables import (
     KINDS,
     PARTS,
     UNASSIGNED,
-    Breakdown,
+    StepBreakdown,
     batch_of,
     paper,
 )
@@ -33,7 +33,7 @@ from servers.simulator.options import Hardware
 from servers.simulator.virtual import manifest
 
 
-def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -> Breakdown:
+def modelled(config: Config, preset: str | None, directory: Path, run_id: str) -> StepBreakdown:
     """One decode step of the server and GPUs that the options of `loadgen run` name; writes the manifest. The paper's
     setting fills in what is left open with its preset. Raises ConfigError."""
     if preset is not None:
@@ -67,14 +67,14 @@ def _as_in_paper(config: Config) -> Config:
     return dataclasses.replace(config, **open_)
 
 
-def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> Breakdown:
+def decode_step(emulated: Emulated, batch: int, prompt: int, reply: int) -> StepBreakdown:
     """A step in which `batch` requests decode, half of their replies written."""
     context = prompt + reply / 2
     sequences = [Sequence(index, prompt, reply) for index in range(batch)]
     step = Step(emits=sequences, decode_rows=batch, decode_context=round(batch * context))
     terms = emulated.cost.terms(step)
     facts = emulated.facts
-    return Breakdown(
+    return StepBreakdown(
         emulated=True,
         backend=facts.scheduler,
         model=emulated.setup.model.name,

@@ -26,7 +26,7 @@ from backends import exit_codes
 from backends.protocol import ServerInfo
 from loadgen import cli, models, rundir, terminal
 from loadgen.config import OUTPUT, Config, ConfigError, ModelledOptions, PlacementOptions, flag
-from loadgen.load.choices import Shared
+from loadgen.load.choices import WeightedChoice
 from loadgen.load.datasets import Dataset
 from loadgen.load.lengths import residual
 from loadgen.load.load import Load
@@ -39,7 +39,7 @@ from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.server import embedded
 from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import Arrival, Outcome, manifest, simulate, simulate_sessions, uncollected
+from servers.simulator.virtual import ArrivingRequest, Outcome, manifest, simulate, simulate_sessions, uncollected
 
 T = TypeVar("T")
 COUNTED_TOGETHER = 4096  # requests
@@ -199,11 +199,11 @@ class RequestChoices(NamedTuple):
         return chosen
 
 
-def _by_session(drawn: Shared[T], turns: Turns | None) -> Callable[[int], T]:
+def _by_session(drawn: WeightedChoice[T], turns: Turns | None) -> Callable[[int], T]:
     return drawn.at if turns is None else lambda number: drawn.at(turns.place(number)[0])
 
 
-def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
+def requests(load: Load, shapes: Shapes) -> list[ArrivingRequest] | Iterator[ArrivingRequest]:
     """As `_requests` has them, each with its adapter and its priority."""
     sent = _requests(load, shapes)
     if load.adapters is None and load.priorities is None:
@@ -213,24 +213,24 @@ def requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
     return list(named) if isinstance(sent, list) else named
 
 
-def _requests(load: Load, shapes: Shapes) -> list[Arrival] | Iterator[Arrival]:
+def _requests(load: Load, shapes: Shapes) -> list[ArrivingRequest] | Iterator[ArrivingRequest]:
     """Every request of a load, in the order of their numbers; those of a trace, and of a closed loop that time ends, as
     they are asked for. In a closed loop their times do not matter, nor do those of a session's later turns."""
     if load.streams is not None and load.duration_s is not None:
         numbers = itertools.count() if load.requests is None else range(load.requests)
-        return (Arrival(0.0, *shapes.shape(number)[:3]) for number in numbers)
+        return (ArrivingRequest(0.0, *shapes.shape(number)[:3]) for number in numbers)
     due_s = load.due_ns() / 1e9 if load.streams is None else np.zeros(load.requests or 0)
     if (turns := load.turns()) is not None:
         due_s = np.repeat(due_s, np.diff(turns.first)[: len(due_s)])
     if isinstance(shapes, TraceShapes) and len(due_s) == len(shapes):
         arrivals = (
-            Arrival(at_s, *shape[:3]) for at_s, shape in zip(map(float, due_s), shapes.in_common(), strict=True)
+            ArrivingRequest(at_s, *shape[:3]) for at_s, shape in zip(map(float, due_s), shapes.in_common(), strict=True)
         )
         return arrivals if turns is None else list(arrivals)
-    return [Arrival(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
+    return [ArrivingRequest(at_s, *shapes.shape(number)[:3]) for number, at_s in enumerate(due_s.tolist())]
 
 
-def filling(config: Config, load: Load, shapes: Shapes) -> list[Arrival]:
+def filling(config: Config, load: Load, shapes: Shapes) -> list[ArrivingRequest]:
     """The warm-up that hands its slots over: its first requests ask for what is left of replies at some moment of a
     steady loop. Empty for one that drains, which leaves an idle server, as a prediction begins with."""
     if load.streams is None or config.drains_warmup or not load.hands_over(config.warmup):
@@ -238,10 +238,10 @@ def filling(config: Config, load: Load, shapes: Shapes) -> list[Arrival]:
     asked, slots = [shapes.shape(number) for number in range(config.warmup)], load.streams.last
     left = residual([shape.output_tokens for shape in asked[:slots]])
     outputs = (*left, *(shape.output_tokens for shape in asked[slots:]))
-    return [Arrival(0.0, shape.prompt_tokens, tokens) for shape, tokens in zip(asked, outputs, strict=True)]
+    return [ArrivingRequest(0.0, shape.prompt_tokens, tokens) for shape, tokens in zip(asked, outputs, strict=True)]
 
 
-def longest_request_tokens(load: Load, shapes: Shapes, sent: list[Arrival] | Iterator[Arrival]) -> int:
+def longest_request_tokens(load: Load, shapes: Shapes, sent: list[ArrivingRequest] | Iterator[ArrivingRequest]) -> int:
     """Prompt and reply of the longest request, at the most. Raises WorkloadError where nothing bounds it."""
     if isinstance(sent, list):
         return max((arrival.prompt + arrival.output for arrival in sent), default=0)
@@ -257,7 +257,10 @@ def _looked_at(load: Load, dataset: Dataset) -> range:
 
 
 def play(
-    emulated: Emulated, load: Load, sent: list[Arrival] | Iterator[Arrival], warm_up: Sequence[Arrival] = ()
+    emulated: Emulated,
+    load: Load,
+    sent: list[ArrivingRequest] | Iterator[ArrivingRequest],
+    warm_up: Sequence[ArrivingRequest] = (),
 ) -> list[Outcome]:
     """Raises EmulationError."""
     if (turns := load.turns()) is not None:
@@ -324,7 +327,9 @@ def write(
     return table, [facts]
 
 
-def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *, caches: bool = True) -> records.Table:
+def record_table(
+    outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *, caches: bool = True
+) -> records.RequestTable:
     """Empties `outcomes`, which take more than twice the memory of the table. caches: whether the server keeps prompts;
     one that does not says of each prompt that others begin like that nothing of it was warm. Raises RecordsError."""
     count = len(outcomes)
@@ -350,7 +355,7 @@ def record_table(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None, *
     first_ns, last_ns = (np.where(came, 1000 * at_us, -1) for at_us in (tokens.first_us, tokens.last_us))
     if max(np.abs(begun_ns).max(initial=0), last_ns.max(initial=0)) > records.MOST_NS:
         raise records.RecordsError(f"This cannot be recorded: {records.FAR}.")
-    return records.Table(
+    return records.RequestTable(
         id=np.array(ids, np.int64),
         scheduled_ns=begun_ns,
         sent_ns=np.where(sent, begun_ns, -1),

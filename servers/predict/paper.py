@@ -240,7 +240,7 @@ class FactResult(msgspec.Struct, frozen=True, kw_only=True):
     fitted: bool
 
 
-class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """What one run came to; throughput in output tokens a second."""
 
     kv_tokens: int
@@ -260,8 +260,8 @@ class DoesNotFit(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class VariantResult:
     variant: Variant
-    base: Numbers | DoesNotFit
-    changed: Numbers | DoesNotFit
+    base: RunNumbers | DoesNotFit
+    changed: RunNumbers | DoesNotFit
 
     def as_json(self) -> dict[str, object]:
         """One object, the base's keys with a prefix."""
@@ -270,14 +270,14 @@ class VariantResult:
 
 
 @dataclass(frozen=True)
-class Summary:
+class PaperSummary:
     """Everything but the figures."""
 
     paper: Paper
     seed: int
     output_tokens_mean: float
     facts: list[FactResult]
-    runs: dict[str, Numbers | DoesNotFit]
+    runs: dict[str, RunNumbers | DoesNotFit]
     variants: list[VariantResult]
 
     def as_json(self) -> bytes:
@@ -353,7 +353,7 @@ def predict_all(seed: int = 0) -> dict[str, Result]:
     return {run: predict(Variant("", run), lengths) for run in load().runs()}
 
 
-def summary(results: Results, seed: int = 0) -> Summary:
+def summary(results: Results, seed: int = 0) -> PaperSummary:
     paper = load()
     lengths = paper.lengths(seed)
     facts = []
@@ -365,7 +365,7 @@ def summary(results: Results, seed: int = 0) -> Summary:
                 met=met, fitted=fact.fitted,
             )
         )  # fmt: skip
-    return Summary(
+    return PaperSummary(
         paper=paper,
         seed=seed,
         output_tokens_mean=sum(lengths) / len(lengths),
@@ -384,10 +384,10 @@ def _values(results: Results, place: str, ranks: Iterable[str], measure: str) ->
     return {rank: value for rank, value in values.items() if not math.isnan(value)}
 
 
-def _numbers(result: Result) -> Numbers | DoesNotFit:
+def _numbers(result: Result) -> RunNumbers | DoesNotFit:
     if result.emulated is None:
         return DoesNotFit(result.reason)
-    return Numbers(
+    return RunNumbers(
         kv_tokens=result.emulated.kv_tokens,
         throughput=result.measure("throughput"),
         p50_s=result.measure("p50_s"),

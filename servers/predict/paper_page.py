@@ -14,7 +14,7 @@ from loadgen.document.content import (
     Code,
     Document,
     Items,
-    Listed,
+    ListItem,
     Number,
     Section,
     Series,
@@ -26,14 +26,14 @@ from loadgen.report.metrics import Distribution
 from loadgen.report.pages import series
 from loadgen.report.pages.parts import cdf_rule, rounded
 from servers.predict import paper_layout
-from servers.predict.paper import DoesNotFit, Numbers, Result, Summary, stated, verdict
+from servers.predict.paper import DoesNotFit, PaperSummary, Result, RunNumbers, stated, verdict
 
 ORIGIN = "predicted"
 STEPS = 250  # of each curve: a page has ten dozen of them
 COLUMNS = ("KV cache, tokens", "output tokens/s", "p50, s", "p60, s", "p100, s", "refused", "preemptions", "note")
 
 
-def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -> Document:
+def page(summary: PaperSummary, results: Mapping[str, Result], argv: Sequence[str]) -> Document:
     """argv: the command that made it."""
     paper = summary.paper
     tried = [fact for fact in summary.facts if not fact.fitted]
@@ -58,7 +58,7 @@ def page(summary: Summary, results: Mapping[str, Result], argv: Sequence[str]) -
             Section("runs", "Every run", [_runs({paper.name(r): of for r, of in summary.runs.items()})]),
             Section("variants", "Under other assumptions", [_runs(_variants(summary))]),
             Section(
-                "assumptions", "What is assumed", [Items([Listed("", each) for each in summary.paper.assumptions])]
+                "assumptions", "What is assumed", [Items([ListItem("", each) for each in summary.paper.assumptions])]
             ),
             Section("command", "The command", [Code(shlex.join(argv))]),
         ],
@@ -71,13 +71,13 @@ def files(number: int) -> list[str]:
     return [f"figure{number}.png", f"figure{number}.svg"]
 
 
-def _statements(summary: Summary) -> list[Block]:
+def _statements(summary: PaperSummary) -> list[Block]:
     rows = [[verdict(fact), *stated(fact)] for fact in summary.facts]
     table = Table(["", "place", "the paper", "predicted", "counts as met"], rows, numeric=False)
     return [Text("What counts as met is our choice; the model was fitted to a statement that is marked so."), table]
 
 
-def _throughput(summary: Summary, results: Mapping[str, Result]) -> list[Block]:
+def _throughput(summary: PaperSummary, results: Mapping[str, Result]) -> list[Block]:
     """A chart for each model; a run that does not fit has no bar."""
     paper = summary.paper
     platforms = [each.name for each in paper.platforms.values()]
@@ -130,11 +130,11 @@ def latencies(figure: paper_layout.Figure, results: Mapping[str, Result]) -> lis
     return charts
 
 
-def _variants(summary: Summary) -> dict[str, Numbers | DoesNotFit]:
+def _variants(summary: PaperSummary) -> dict[str, RunNumbers | DoesNotFit]:
     return {f"{summary.paper.name(each.variant.run)}: {each.variant.why}": each.changed for each in summary.variants}
 
 
-def _runs(runs: Mapping[str, Numbers | DoesNotFit]) -> Table:
+def _runs(runs: Mapping[str, RunNumbers | DoesNotFit]) -> Table:
     rows: list[list[Cell]] = []
     for name, of in runs.items():
         if isinstance(of, DoesNotFit):

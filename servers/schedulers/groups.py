@@ -22,7 +22,7 @@ UNEVEN = 1.5  # by how many times more layers of one kind have groups as small a
 
 
 @dataclass(frozen=True)
-class Groups:
+class LayerGroups:
     """`layers` in each group; `windows`: what each group keeps. max_model_len: the full length. in_flight_tokens: that
     steps under way may be computing together. state_blocks: what each request holds beside, whatever its length."""
 
@@ -33,7 +33,7 @@ class Groups:
     state_blocks: int = 0
 
     @classmethod
-    def of(cls, kept: Iterable[tuple[int, Window | None]], max_model_len: int, in_flight_tokens: int) -> Groups:
+    def of(cls, kept: Iterable[tuple[int, Window | None]], max_model_len: int, in_flight_tokens: int) -> LayerGroups:
         """`kept`: layers, and what each of them keeps."""
         counts: dict[Window | None, int] = {}
         for count, window in kept:

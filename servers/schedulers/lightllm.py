@@ -9,7 +9,7 @@ from bisect import insort
 import msgspec
 
 from servers.schedulers import Queues, Rejected, Sequence, Step
-from servers.schedulers.radix import Node, RadixTree, Stretch, cut, stretch
+from servers.schedulers.radix import RadixNode, RadixTree, Stretch, cut, stretch
 
 
 def _peak(requests: list[tuple[int, int]]) -> int:
@@ -397,7 +397,7 @@ class CachingLightLLMNow(LightLLMNow):
         super().__init__(kv_tokens, settings)
         self.tree = RadixTree()
         self._content: dict[Sequence, Stretch] = {}
-        self._taken_over: dict[Sequence, tuple[Node, int]] = {}
+        self._taken_over: dict[Sequence, tuple[RadixNode, int]] = {}
 
     def _pass(self) -> Step | None:
         for sequence in self._running:

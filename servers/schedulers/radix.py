@@ -46,15 +46,15 @@ def shared(one: Stretch, other: Stretch) -> int:
     return tokens
 
 
-class Node:
+class RadixNode:
     """`holders`: requests that hold it or a node below it. `looked_at`: by a count of look-ups."""
 
     __slots__ = ("children", "holders", "looked_at", "number", "parent", "tokens")
 
-    def __init__(self, tokens: Stretch, parent: Node | None, looked_at: int, number: int) -> None:
+    def __init__(self, tokens: Stretch, parent: RadixNode | None, looked_at: int, number: int) -> None:
         self.tokens = tokens
         self.parent = parent
-        self.children: dict[Position, Node] = {}
+        self.children: dict[Position, RadixNode] = {}
         self.holders = 0
         self.looked_at = looked_at
         self.number = number  # of two leaves looked at last at the same time, the lower goes first
@@ -72,9 +72,11 @@ class RadixTree:
         self._looks = 0
         self._numbers = 0
         self._free_numbers: list[int] = []
-        self._leaves: list[tuple[int, int, int, Node]] = []  # a heap; entries that are no longer true are passed over
+        self._leaves: list[
+            tuple[int, int, int, RadixNode]
+        ] = []  # a heap; entries that are no longer true are passed over
         self._entries = 0
-        self._root = Node((), None, 0, 0)
+        self._root = RadixNode((), None, 0, 0)
         self._root.holders = 1
 
     @property
@@ -82,7 +84,7 @@ class RadixTree:
         """What can be given up."""
         return self.total_tokens - self.held_tokens
 
-    def match(self, tokens: Stretch) -> tuple[Node, int]:
+    def match(self, tokens: Stretch) -> tuple[RadixNode, int]:
         """A node that holds the end of what is kept of `tokens`, and how many tokens that is."""
         node, rest, partly, common = self._walk(tokens)
         if partly is not None:
@@ -101,14 +103,14 @@ class RadixTree:
             self._offer(self._add(node, rest))
         return before
 
-    def hold(self, node: Node) -> None:
+    def hold(self, node: RadixNode) -> None:
         while node.parent is not None:
             if not node.holders:
                 self.held_tokens += length(node.tokens)
             node.holders += 1
             node = node.parent
 
-    def release(self, node: Node) -> None:
+    def release(self, node: RadixNode) -> None:
         last = node
         while node.parent is not None:
             node.holders -= 1
@@ -124,11 +126,11 @@ class RadixTree:
             self._give_up(leaf, tokens - (total - self.total_tokens))
         return total - self.total_tokens
 
-    def _meet(self, node: Node, common: int, ends: bool) -> Node:
+    def _meet(self, node: RadixNode, common: int, ends: bool) -> RadixNode:
         """What goes on from, or `ends`, after the first `common` tokens of the node: the node that ends there."""
         return self._split(node, common)
 
-    def _give_up(self, leaf: Node, tokens: int) -> None:
+    def _give_up(self, leaf: RadixNode, tokens: int) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[self._first(leaf.tokens)]
@@ -137,7 +139,7 @@ class RadixTree:
         self._free_numbers.append(leaf.number)
         self._offer(parent)
 
-    def _walk(self, tokens: Stretch) -> tuple[Node, Stretch, Node | None, int]:
+    def _walk(self, tokens: Stretch) -> tuple[RadixNode, Stretch, RadixNode | None, int]:
         """The last node of which all is a part of `tokens`, what follows it, the child of which a part is, how much."""
         self._looks += 1
         node = self._root
@@ -158,7 +160,7 @@ class RadixTree:
             at -= end - begin
         raise IndexError(tokens)
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
         """A new node takes the first tokens of this one, which becomes its child."""
         parent = node.parent
         assert parent is not None
@@ -169,27 +171,27 @@ class RadixTree:
         node.parent = upper
         return upper
 
-    def _add(self, parent: Node, tokens: Stretch) -> Node:
+    def _add(self, parent: RadixNode, tokens: Stretch) -> RadixNode:
         if self._free_numbers:
             number = self._free_numbers.pop()
         else:
             self._numbers += 1
             number = self._numbers
-        node = Node(tokens, parent, self._looks, number)
+        node = RadixNode(tokens, parent, self._looks, number)
         parent.children[self._first(tokens)] = node
         return node
 
-    def _look_at(self, node: Node) -> None:
+    def _look_at(self, node: RadixNode) -> None:
         node.looked_at = self._looks
         self._offer(node)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: RadixNode) -> None:
         """It may be given up, if it is a leaf that nobody holds."""
         if not node.children and not node.holders:
             self._entries += 1
             heapq.heappush(self._leaves, (node.looked_at, node.number, self._entries, node))
 
-    def _oldest(self) -> Node | None:
+    def _oldest(self) -> RadixNode | None:
         while self._leaves:
             looked_at, _, _, node = heapq.heappop(self._leaves)
             true = node.parent is not None and not node.children and not node.holders
@@ -201,11 +203,11 @@ class RadixTree:
 class BlockTree(RadixTree):
     """TGI's. A match does not split: who holds a part holds the node. The last node given up is so in part."""
 
-    def _meet(self, node: Node, common: int, ends: bool) -> Node:
+    def _meet(self, node: RadixNode, common: int, ends: bool) -> RadixNode:
         self._look_at(node)
         return node if ends else self._split(node, common)
 
-    def _give_up(self, leaf: Node, tokens: int) -> None:
+    def _give_up(self, leaf: RadixNode, tokens: int) -> None:
         kept = length(leaf.tokens) - tokens
         if kept <= 0:
             super()._give_up(leaf, tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from servers.schedulers import Queues, Rejected, Sequence, Step
-from servers.schedulers.radix import Node, RadixTree, Stretch, cut, stretch
+from servers.schedulers.radix import RadixNode, RadixTree, Stretch, cut, stretch
 
 _SMALL = 32  # tokens found of a prompt, up to which those that wait are compared with each other
 
@@ -17,7 +17,7 @@ _SMALL = 32  # tokens found of a prompt, up to which those that wait are compare
 class _Tree(RadixTree):
     """A look that ends within a node is a look at both of its parts."""
 
-    def _meet(self, node: Node, common: int, ends: bool) -> Node:
+    def _meet(self, node: RadixNode, common: int, ends: bool) -> RadixNode:
         self._look_at(node)
         return self._split(node, common)
 
@@ -87,7 +87,9 @@ class Sglang(Queues):
         self._last: _Batch | None = None
         self._under_way: deque[_Batch] = deque()
         self._content: dict[Sequence, Stretch] = {}
-        self._held: dict[Sequence, tuple[Node, int]] = {}  # where its tokens in the tree end, and how many these are
+        self._held: dict[
+            Sequence, tuple[RadixNode, int]
+        ] = {}  # where its tokens in the tree end, and how many these are
 
     @property
     def used_tokens(self) -> int:
@@ -310,7 +312,7 @@ class Sglang(Queues):
         self._fits(tokens)
         self._own += tokens
 
-    def find(self, sequence: Sequence, tokens: int) -> tuple[Node, int]:
+    def find(self, sequence: Sequence, tokens: int) -> tuple[RadixNode, int]:
         """What the tree holds of its first tokens."""
         if not self.caching:
             return self.tree.match(())
@@ -318,7 +320,7 @@ class Sglang(Queues):
             self._content[sequence] = stretch(sequence)
         return self.tree.match(cut(self._content[sequence], tokens)[0])
 
-    def hold(self, sequence: Sequence, node: Node, tokens: int) -> None:
+    def hold(self, sequence: Sequence, node: RadixNode, tokens: int) -> None:
         self.tree.hold(node)
         self._held[sequence] = node, tokens
         sequence.computed = tokens
@@ -435,7 +437,7 @@ class _Adder:
             return self._scheduler.refuse()
         return self._let_in(sequence, node, cached, tokens)
 
-    def _take_lasting(self, sequence: Sequence, node: Node, tokens: int) -> bool:
+    def _take_lasting(self, sequence: Sequence, node: RadixNode, tokens: int) -> bool:
         scheduler = self._scheduler
         if tokens > min(self._room_now, self._room_later):
             return scheduler.refuse()
@@ -452,7 +454,7 @@ class _Adder:
             return scheduler.refuse()
         return self._let_in(sequence, node, 0, tokens)
 
-    def _let_in(self, sequence: Sequence, node: Node, cached: int, tokens: int) -> bool:
+    def _let_in(self, sequence: Sequence, node: RadixNode, cached: int, tokens: int) -> bool:
         reply = self._reply(sequence)
         if tokens > self._chunk_left:
             if self._chunk_left <= 0:

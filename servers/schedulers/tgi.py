@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from servers.schedulers import Paged, Rejected, Sequence, Step
-from servers.schedulers.radix import BlockTree, Node, Stretch, cut, stretch
+from servers.schedulers.radix import BlockTree, RadixNode, Stretch, cut, stretch
 
 PIECE_TOKENS = 1024  # that version 3 generates of a reply before the text so far queues again as a prompt
 
@@ -335,7 +335,7 @@ class CachingTgi3(Tgi3):
         self.tree = BlockTree(settings.block_tokens)
         self._blank = self._total  # blocks that are neither in the trie nor any request's
         self._content: dict[Sequence, Stretch] = {}
-        self._taken_over: dict[Sequence, tuple[Node, int, int]] = {}  # how many tokens, of how many known ones
+        self._taken_over: dict[Sequence, tuple[RadixNode, int, int]] = {}  # how many tokens, of how many known ones
 
     def _take(self, least: int) -> list[Sequence]:
         limits = self._limits(least)

@@ -12,7 +12,7 @@ import msgspec
 from servers.schedulers import Paged, Rejected, Sequence, Step
 from servers.schedulers.blocks import BlockCache
 from servers.schedulers.decoding import EVERY, Decoding, Held
-from servers.schedulers.groups import BLOCK_TOKENS, Groups
+from servers.schedulers.groups import BLOCK_TOKENS, LayerGroups
 
 
 class _Recomputing(Paged):
@@ -400,7 +400,7 @@ class WindowedVllmV1(VllmV1):
     """With layers that keep a window only, or a state of one size. Not followed: what a chunk of a prompt holds beyond
     its window while it is computed."""
 
-    def __init__(self, kv_tokens: int, settings: VllmV1.Settings, groups: Groups) -> None:
+    def __init__(self, kv_tokens: int, settings: VllmV1.Settings, groups: LayerGroups) -> None:
         super().__init__(kv_tokens, settings)
         self._groups = groups
         self._total = self._free = groups.blocks(kv_tokens) - 1
@@ -431,7 +431,7 @@ class WindowedVllmV1(VllmV1):
 class _HeldInGroups(dict[int, int]):
     """Worked out once for each length: looked up for every request in every step."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: LayerGroups) -> None:
         self._groups = groups
 
     def __missing__(self, token_blocks: int) -> int:

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from time import monotonic_ns
 
-from servers.serve.http import Connection, Owner
+from servers.serve.http import ConnectionOwner, ServerConnection
 from servers.serve.wire import Headers
 
 KINDS = {
@@ -32,9 +32,9 @@ class Between:
     nagle: bool = False
     lump_ms: float = 0.0
 
-    def accepted(self, sock: socket.socket, server: Owner) -> Connection:
+    def accepted(self, sock: socket.socket, server: ConnectionOwner) -> ServerConnection:
         """The connection of a client that the listener took."""
-        return KeptConnection(sock, server, self.lump_ms) if self.lump_ms else Connection(sock, server)
+        return KeptConnection(sock, server, self.lump_ms) if self.lump_ms else ServerConnection(sock, server)
 
 
 CLEAN = Between()
@@ -54,10 +54,10 @@ def read(text: str) -> Between:
     return Between(lump_ms=lump_ms)
 
 
-class KeptConnection(Connection):
+class KeptConnection(ServerConnection):
     """A connection whose streams are kept and let go in pieces, as a proxy does it that an event wakes up."""
 
-    def __init__(self, sock: socket.socket, server: Owner, lump_ms: float) -> None:
+    def __init__(self, sock: socket.socket, server: ConnectionOwner, lump_ms: float) -> None:
         super().__init__(sock, server)
         self._lump_ms = lump_ms
         self._kept = bytearray()

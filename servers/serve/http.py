@@ -44,30 +44,30 @@ class Request(msgspec.Struct, frozen=True):
     http_1_0: bool  # a stream ends with the connection, and so does everything else
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """What a connection needs of the server that accepted it. `unparsed`: bytes read, and when, to be parsed later."""
 
     dialect: Dialect
-    unparsed: deque[tuple[Connection, bytes, int]]
+    unparsed: deque[tuple[ServerConnection, bytes, int]]
 
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: ServerConnection, request: Request) -> None:
         """Answers one request, now or later."""
 
-    def watch(self, connection: Connection, events: int) -> None:
+    def watch(self, connection: ServerConnection, events: int) -> None:
         """From now on calls `ready` for these events of the selector; 0: for none."""
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ServerConnection) -> None:
         """The connection is about to be closed."""
 
     def log(self, sentence: str) -> None:
         """Tells whoever runs the server."""
 
 
-class Connection:
+class ServerConnection:
     """`received_ns` is when the last byte of the request being answered was read, in monotonic nanoseconds. `on_close`
     is called once when the connection closes, whoever closes it."""
 
-    def __init__(self, sock: socket.socket, server: Owner) -> None:
+    def __init__(self, sock: socket.socket, server: ConnectionOwner) -> None:
         self.sock = sock
         self.open = True
         self.received_ns = 0

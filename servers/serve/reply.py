@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from servers.serve.faults import FIRST, MIDWAY, Fault
-from servers.serve.http import Connection
+from servers.serve.http import ServerConnection
 from servers.serve.telemetry import Telemetry
 from servers.serve.wire import Dialect, Finish, Page, Wire
 
@@ -21,7 +21,7 @@ JUNK = b"junk\r\n"
 GARBAGE = b'data: {"id":"\x00\xff\xfe","choices":[{"text":\n\n'
 
 
-class Owner(Protocol):
+class ReplyOwner(Protocol):
     """What a reply needs of the server that accepted its request."""
 
     dialect: Dialect
@@ -40,7 +40,13 @@ class Reply:
     """
 
     def __init__(
-        self, server: Owner, connection: Connection, wire: Wire, index: int, request_id: str, fault: Fault | None
+        self,
+        server: ReplyOwner,
+        connection: ServerConnection,
+        wire: Wire,
+        index: int,
+        request_id: str,
+        fault: Fault | None,
     ) -> None:
         self.index = index
         self.request_id = request_id

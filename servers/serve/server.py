@@ -21,10 +21,10 @@ from loadgen.terminal import say
 from servers.schedulers import Rejected
 from servers.serve.between import CLEAN, Between
 from servers.serve.faults import AT_ONCE, NO_FAULTS, Fault, Faults
-from servers.serve.http import Connection, Request
+from servers.serve.http import Request, ServerConnection
 from servers.serve.lateness import Lateness
 from servers.serve.reply import Reply
-from servers.serve.stamps import Stamps
+from servers.serve.stamps import StampsFile
 from servers.serve.telemetry import Telemetry
 from servers.serve.timing import Timing
 from servers.serve.wire import Dialect, Finish, Page, Refusal, json_page
@@ -47,14 +47,14 @@ class Server:
         timing: Timing,
         address: tuple[str, int] = ("127.0.0.1", 0),
         faults: Faults = NO_FAULTS,
-        stamps: Stamps | None = None,
+        stamps: StampsFile | None = None,
         api_key: str | None = None,
         between: Between = CLEAN,
     ) -> None:
         """Listens at once on a host and a port. Raises OSError where the address cannot be had."""
         self.dialect = dialect
         self.telemetry = Telemetry(dialect.series, dialect.labels)
-        self.unparsed: deque[tuple[Connection, bytes, int]] = deque()
+        self.unparsed: deque[tuple[ServerConnection, bytes, int]] = deque()
         self._timing = timing
         self.emulation = timing.facts
         self.telemetry.scheduler = timing.scheduler
@@ -75,7 +75,7 @@ class Server:
         self._accepting = True
         host, port = address[0], self._listener.getsockname()[1]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._connections: set[Connection] = set()
+        self._connections: set[ServerConnection] = set()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for end in (self._wakeup, self._waker):
             end.setblocking(False)
@@ -105,7 +105,7 @@ class Server:
         finally:
             self._shut()
 
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: ServerConnection, request: Request) -> None:
         """Answers one request, or starts the reply that the timing will carry on."""
         page = self._page(request)
         if page is not None:
@@ -124,13 +124,13 @@ class Server:
         if self._stamps is not None:
             self._stamps.add(reply)
 
-    def watch(self, connection: Connection, events: int) -> None:
+    def watch(self, connection: ServerConnection, events: int) -> None:
         if connection.sock in self._selector.get_map():
             self._selector.unregister(connection.sock)
         if events:
             self._selector.register(connection.sock, events, connection.ready)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ServerConnection) -> None:
         """The connection is about to be closed."""
         self.watch(connection, 0)
         self._connections.discard(connection)
@@ -175,7 +175,7 @@ class Server:
         except Refusal as refusal:
             return refusal.page
 
-    def _generate(self, connection: Connection, request: Request) -> None:
+    def _generate(self, connection: ServerConnection, request: Request) -> None:
         self._requests += 1
         if self._starting():
             self.telemetry.failed["starting"] += 1
@@ -220,7 +220,7 @@ class Server:
         if first.streaming:
             connection.begin_stream(first.content_type, first.headers)
 
-    def _fail_at_once(self, connection: Connection, fault: Fault) -> None:
+    def _fail_at_once(self, connection: ServerConnection, fault: Fault) -> None:
         if fault.kind == "refuse":
             connection.close()
         elif fault.kind == "http_error":

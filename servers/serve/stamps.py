@@ -9,7 +9,7 @@ from typing import BinaryIO
 from servers.serve.reply import Reply
 
 
-class Stamps:
+class StampsFile:
     """An `.npz` file, not compressed, requests in the order in which they were received:
 
     `request_id` (n,) the X-Request-Id header, "" where there was none; `received_ns` (n,); `sent_ns` flat, and

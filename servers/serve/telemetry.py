@@ -1,7 +1,7 @@
 """What the server counts of itself, and its `/metrics` in the names of the server that it stands for.
 
 Everything is counted when it happens, tokens when they are sent. A dialect names its series: a `Sample` reads one
-number (or one for each value of a label) off the telemetry, a `Distribution` is a histogram of one quantity with the
+number (or one for each value of a label) off the telemetry, `Buckets` are a histogram of one quantity with the
 server's own bounds. Times are nanoseconds inside, seconds in the text.
 """
 
@@ -22,7 +22,7 @@ Seconds = Literal[
 Quantity = Seconds | Tokens
 
 
-class Progress(Protocol):
+class RequestProgress(Protocol):
     """A request as far as it has come. Times are monotonic nanoseconds; the last two are 0 before the first token."""
 
     received_ns: int
@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class Buckets:
     """A histogram of one quantity over its upper bounds, in seconds or tokens."""
 
     name: str
@@ -55,7 +55,7 @@ class Distribution:
     bounds: Sequence[float]
 
 
-Series = Sample | Distribution
+Series = Sample | Buckets
 
 
 class Histogram:
@@ -91,13 +91,13 @@ class Telemetry:
         self._histograms: dict[str, Histogram] = {}
         self._by_quantity: dict[Quantity, list[Histogram]] = {}
         for each in series:
-            if isinstance(each, Distribution):
+            if isinstance(each, Buckets):
                 histogram = Histogram(each.bounds, 1 if each.quantity.endswith("_tokens") else 1_000_000_000)
                 self._histograms[each.name] = histogram
                 self._by_quantity.setdefault(each.quantity, []).append(histogram)
         # Observed once a streamed event: the one histogram is at hand, whether the dialect shows it or not.
         self.itl = self._by_quantity.get("itl", [Histogram((), 1_000_000_000)])[0]
-        self.running: set[Progress] = set()
+        self.running: set[RequestProgress] = set()
         self.scheduler: Scheduler | None = None  # of modelled hardware: it knows who waits and what the cache holds
         self.finished: Counter[str] = Counter()  # by finish reason: what ended as it should
         self.failed: Counter[str] = Counter()  # by reason: refused, broken on purpose, or the client left
@@ -131,12 +131,12 @@ class Telemetry:
         """Every generation request so far."""
         return self.finished.total() + self.failed.total() + len(self.running)
 
-    def first_token(self, reply: Progress) -> None:
+    def first_token(self, reply: RequestProgress) -> None:
         self.prompt_tokens += reply.n_prompt_tokens
         self.cached_tokens += reply.n_cached_tokens
         self._observe("ttft", reply.first_ns - reply.received_ns)
 
-    def ended(self, reply: Progress, finish: str | None, failure: str = "") -> None:
+    def ended(self, reply: RequestProgress, finish: str | None, failure: str = "") -> None:
         """The reply is over: complete for the reason `finish`, or else broken off by `failure`."""
         self.running.discard(reply)
         self._output_tokens += reply.count
@@ -159,9 +159,9 @@ class Telemetry:
         """Everything in Prometheus' text format 0.0.4."""
         lines = []
         for each in self._series:
-            kind = "histogram" if isinstance(each, Distribution) else each.kind
+            kind = "histogram" if isinstance(each, Buckets) else each.kind
             lines += [f"# HELP {each.name} {each.help}", f"# TYPE {each.name} {kind}"]
-            if isinstance(each, Distribution):
+            if isinstance(each, Buckets):
                 lines += self._histograms[each.name].lines(each.name, self._labels)
             else:
                 for value, number in each.read(self).items():

@@ -58,7 +58,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class DialectSettings:
     """What is served: the model's name and the most tokens that prompt and output may hold together. prefix_caching:
     whether prompts are compared, for a modelled prefix cache. max_requests: that it holds at once before it refuses
     more. in_pieces: whether long replies come in whole pieces (TGI 3). per_request_metrics: whether replies tell their
@@ -175,7 +175,7 @@ def error_body(status: int, message: str, kind: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def models_page(settings: Settings, created_s: int, owned_by: str, **more: object) -> Page:
+def models_page(settings: DialectSettings, created_s: int, owned_by: str, **more: object) -> Page:
     """As OpenAI's API lists models; the one that is served, with what else a server says of it."""
     model = {"id": settings.model, "object": "model", "created": created_s, "owned_by": owned_by} | more
     adapters = [model | {"id": name, "root": name, "parent": settings.model} for name in settings.adapters]
@@ -205,7 +205,7 @@ def image_tokens(url: str) -> int:
 
 
 def segments(
-    settings: Settings, prompt: str | list[int], block_tokens: int, before: int = 0
+    settings: DialectSettings, prompt: str | list[int], block_tokens: int, before: int = 0
 ) -> Callable[[int], Segments]:
     """Prompt and reply in pieces of `block_tokens`, behind `before` tokens that every prompt begins with; a piece's key
     stands for its tokens. By the length of the reply. Empty where nobody compares prompts."""

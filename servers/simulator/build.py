@@ -31,13 +31,13 @@ from backends.untrusted import escaped, read_json
 from loadgen.config import LEAST_KV_TOKENS
 from loadgen.rundir.emulation import Emulation, HeldOut
 from servers.schedulers import Rejected, Scheduler, Sequence, Step
-from servers.schedulers.groups import BLOCK_TOKENS, Groups
+from servers.schedulers.groups import BLOCK_TOKENS, LayerGroups
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLM2310, LightLLMNow
 from servers.schedulers.sglang import Sglang
 from servers.schedulers.tgi import CachingTgi3, Tgi1, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, Vllm02, VllmV0, VllmV1, WindowedVllmV1
 from servers.simulator import graphs, hardware
-from servers.simulator.cost import Arithmetic, Gpu, Overheads, StepCost, arithmetic
+from servers.simulator.cost import Arithmetic, GpuSpec, Overheads, StepCost, arithmetic
 from servers.simulator.engine import Engine, FrontEnd, Steady
 from servers.simulator.experts import most_imbalance
 from servers.simulator.formats import refused
@@ -58,7 +58,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What a server's software costs, fitted to real runs. `scheduler`: of which server and version; `gpu`: on what the
     runs were made ("" if on none: then it is assumed)."""
 
@@ -130,7 +130,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     kv_tokens: int
     cost: StepCost
-    profile: Profile
+    profile: ServerProfile
     facts: Emulation
     settings: dict[str, Any]  # of the scheduler: those of a server that loadgen starts, then `setup.options`
     slow_rank: float = 1.0  # how much longer than the others one GPU takes: all wait for it
@@ -146,7 +146,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
         launch_s = _loading(self.settings, clock.launch_s)
         return Engine(_scheduler(self), (clock.step_s, launch_s), deliver, self.profile.front, deliver_steady)
 
-    def with_profile(self, profile: Profile) -> Emulated:
+    def with_profile(self, profile: ServerProfile) -> Emulated:
         """The same server with other software times."""
         cost = self.cost.with_overheads(_overheads(self.setup, self.settings, self.tp, self.facts.topology, profile))
         return msgspec.structs.replace(self, profile=profile, cost=cost)
@@ -189,7 +189,7 @@ def _scheduler(emulated: Emulated) -> Scheduler:
     return make(emulated.kv_tokens, settings)
 
 
-def _groups(setup: Setup, settings: dict[str, Any], tp: int) -> Groups | None:
+def _groups(setup: Setup, settings: dict[str, Any], tp: int) -> LayerGroups | None:
     """How the server divides its KV cache among layers that keep differently; None: every layer keeps every token."""
     keeping = setup.model.keeping
     widths = {kind.attention.kv_values for kind in keeping}
@@ -197,7 +197,7 @@ def _groups(setup: Setup, settings: dict[str, Any], tp: int) -> Groups | None:
         return None
     steps = 2 if settings.get("async_scheduling", True) else 1  # under way at once
     kept = ((kind.count, kind.attention.window) for kind in keeping)
-    groups = Groups.of(kept, setup.max_model_len, steps * settings["budget_tokens"])
+    groups = LayerGroups.of(kept, setup.max_model_len, steps * settings["budget_tokens"])
     state = setup.model.state_bytes(setup.precision()) / tp
     return replace(groups, state_blocks=math.ceil(state / _block_bytes(setup, tp, groups.layers)))
 
@@ -208,7 +208,7 @@ def _block_bytes(setup: Setup, tp: int, layers: int) -> float:
     return BLOCK_TOKENS * layers * attention.token_bytes(precision) / attention.shares(tp)
 
 
-def _v1_budget_tokens(gpu: Gpu) -> int:
+def _v1_budget_tokens(gpu: GpuSpec) -> int:
     """What vLLM's API server takes by default (get_batch_defaults in vllm/engine/arg_utils.py); no more than 2048 on an
     A100 of any size."""
     if gpu.memory_bytes >= 160 * GIB:
@@ -220,7 +220,7 @@ def _is_newer(scheduler: str) -> bool:
     return scheduler == "sglang@0.5.23"
 
 
-def _sglang(setup: Setup, gpu: Gpu) -> dict[str, int]:
+def _sglang(setup: Setup, gpu: GpuSpec) -> dict[str, int]:
     newer = _is_newer(setup.scheduler)
     return {
         "chunked_prefill_size": graphs.chunk_tokens(gpu.memory_bytes, newer),
@@ -230,7 +230,7 @@ def _sglang(setup: Setup, gpu: Gpu) -> dict[str, int]:
     }
 
 
-def _overheads(setup: Setup, settings: dict[str, Any], tp: int, topology: str, profile: Profile) -> Overheads:
+def _overheads(setup: Setup, settings: dict[str, Any], tp: int, topology: str, profile: ServerProfile) -> Overheads:
     own = profile.overheads_over(topology)
     if not setup.scheduler.startswith("sglang@"):
         return own
@@ -242,7 +242,7 @@ def _overheads(setup: Setup, settings: dict[str, Any], tp: int, topology: str, p
     )
 
 
-def _first_vllm(setup: Setup, _: Gpu) -> dict[str, int]:
+def _first_vllm(setup: Setup, _: GpuSpec) -> dict[str, int]:
     return {"max_num_seqs": min(setup.max_running, 256), "max_model_len": setup.max_model_len}
 
 
@@ -254,7 +254,7 @@ class _Kind:
 
     make: Callable[..., Scheduler]
     settings: type[msgspec.Struct]
-    chosen: Callable[[Setup, Gpu], dict[str, int]]
+    chosen: Callable[[Setup, GpuSpec], dict[str, int]]
     batched: str
     caching: Callable[..., Scheduler] | None = None
 
@@ -320,15 +320,15 @@ def newest(backend: str) -> str | None:
 
 
 @functools.cache
-def profiles() -> dict[str, Profile]:
+def profiles() -> dict[str, ServerProfile]:
     """Those that come with this package, by scheduler."""
-    return msgspec.json.decode((hardware.DATA / "profiles.json").read_bytes(), type=dict[str, Profile])
+    return msgspec.json.decode((hardware.DATA / "profiles.json").read_bytes(), type=dict[str, ServerProfile])
 
 
-def read_profile(path: Path, scheduler: str) -> Profile:
+def read_profile(path: Path, scheduler: str) -> ServerProfile:
     """A profile that `loadgen calibrate` wrote. Raises EmulationError."""
     advice = "; make one with `loadgen calibrate`"
-    profile = read_json(path, Profile, EmulationError, "is no hardware profile", advice)
+    profile = read_json(path, ServerProfile, EmulationError, "is no hardware profile", advice)
     for part in (profile.overheads, profile.front):
         for name, value in msgspec.structs.asdict(part).items():
             for each in value if isinstance(value, tuple) else (value,):
@@ -430,14 +430,14 @@ def _imbalanced(model: ModelSpec, imbalance: Mapping[int, float]) -> ModelSpec:
     return replace(model, kinds=tuple(kinds))
 
 
-def _settings(setup: Setup, gpu: Gpu) -> dict[str, Any]:
+def _settings(setup: Setup, gpu: GpuSpec) -> dict[str, Any]:
     """Of the scheduler: as loadgen starts such a server, as the setup says, and last its `options`."""
     kind = _SCHEDULERS[setup.scheduler]
     batched = {} if setup.max_batched_tokens is None else {kind.batched: setup.max_batched_tokens}
     return kind.chosen(setup, gpu) | batched | dict(setup.options)
 
 
-def _reserve(setup: Setup, gpu: Gpu, settings: dict[str, Any]) -> Reserve:
+def _reserve(setup: Setup, gpu: GpuSpec, settings: dict[str, Any]) -> Reserve:
     if setup.scheduler != "vllm@v1":
         reserve_bytes = SGLANG_BYTES if setup.scheduler.startswith("sglang@") else ASSUMED_BYTES
         return lambda precision, tp: reserve_bytes
@@ -465,7 +465,7 @@ def _kv_tokens(setup: Setup, tp: int, room: float, settings: dict[str, Any]) -> 
     return int(room / per_token)
 
 
-def _facts(setup: Setup, gpu: Gpu, tp: int, topology: str, kv_tokens: int, profile: Profile) -> Emulation:
+def _facts(setup: Setup, gpu: GpuSpec, tp: int, topology: str, kv_tokens: int, profile: ServerProfile) -> Emulation:
     measured = _measured(profile)
     precision, architecture = setup.precision(), setup.model.architecture
     quantization = None if precision.quantization is None else precision.quantization.name
@@ -509,7 +509,7 @@ def _notes(setup: Setup, tp: int, kv_tokens: int) -> Iterator[str]:
         )
 
 
-def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
+def _assumptions(setup: Setup, gpu: GpuSpec) -> Iterator[str]:
     """What nobody has measured here, one sentence each."""
     precision = setup.precision()
     if precision.quantization is not None:
@@ -527,7 +527,7 @@ def _assumptions(setup: Setup, gpu: Gpu) -> Iterator[str]:
         yield "sparse attention is taken to read every token here."
 
 
-def _unmeasured(cost: StepCost, gpu: Gpu) -> Iterator[str]:
+def _unmeasured(cost: StepCost, gpu: GpuSpec) -> Iterator[str]:
     """What a step may take where it has operators that nobody measured, one sentence."""
     operators = cost.unmeasured_s(DOUBTED_ROWS, DOUBTED_CONTEXT)
     if operators:
@@ -554,7 +554,7 @@ def _routing_note(setup: Setup, how: Arithmetic) -> str:
     return f"{even if setup.expert_imbalance == 1 else uneven}{fit}."
 
 
-def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> str:
+def _quantized_note(quantization: Quantization, gpu: GpuSpec, how: Arithmetic) -> str:
     name = quantization.name
     if how.fit is gpu.gemm:
         lacks = "" if quantization.computes is None else f"{gpu.name} does not compute in {name}: "
@@ -568,7 +568,7 @@ def _quantized_note(quantization: Quantization, gpu: Gpu, how: Arithmetic) -> st
     )
 
 
-def _measured(profile: Profile) -> tuple[str, ...]:
+def _measured(profile: ServerProfile) -> tuple[str, ...]:
     """The GPUs of real runs that the profile was fitted to or compared with."""
     return tuple(dict.fromkeys(filter(None, (profile.gpu, *map(_gpu_of, profile.held_out)))))
 
@@ -580,7 +580,7 @@ def _gpu_of(run: HeldOut) -> str | None:
     return name if run.gpu or name in hardware.known() else None
 
 
-def _same(gpu: Gpu, called: str, name: str) -> bool:
+def _same(gpu: GpuSpec, called: str, name: str) -> bool:
     try:
         return called == name or hardware.find(name) == gpu
     except HardwareError:  # the profile names a file that is not here

@@ -9,7 +9,7 @@ element-wise bytes / (eta BW) + launches
 all-reduce   a measured table, or alpha + 2(n-1)/n s / beta + gamma sqrt(s); two a layer
 
 A GPU's tables are of long runs, in which products keep it at its power limit. Where it has `Boost`, products that come
-one by one run at a higher clock until the limit is felt: `Clock` follows that from step to step.
+one by one run at a higher clock until the limit is felt: `StepClock` follows that from step to step.
 
 Each kind of layer has its own; where it has a window, decode and prefill see what the window leaves. Latent attention
 reads a latent once for all heads, which may be bound by their FLOPs (arXiv 2405.04434). Quantized weights are read
@@ -63,7 +63,7 @@ class Waves(msgspec.Struct, frozen=True, kw_only=True):
     idle: float
 
 
-class Gemm(msgspec.Struct, frozen=True, kw_only=True):
+class GemmCost(msgspec.Struct, frozen=True, kw_only=True):
     """narrow: (rows, memory_ratio) for products of at most so many rows, whose kernels have other tiles; ascending.
     waves: None where kernels choose their tiles by the product, as cuBLAS's do."""
 
@@ -98,7 +98,7 @@ class Boost(msgspec.Struct, frozen=True, kw_only=True):
     refill_ms: float
 
 
-class Decode(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeAttentionCost(msgspec.Struct, frozen=True, kw_only=True):
     """Attention of rows with one query each. memory_ratio: of the peak, as their cache is read. tile_ns: for each row
     and KV head, whose query heads are one tile of the kernel's; head_ns: for each row and query head."""
 
@@ -108,21 +108,21 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True):
     head_ns: float = 0.0
 
 
-class Attention(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
     """decode: of rows alone. mixed: of rows in one launch with prefills, whose tiles are larger."""
 
-    decode: Decode
-    mixed: Decode
+    decode: DecodeAttentionCost
+    mixed: DecodeAttentionCost
     prefill_compute_ratio: float
     prefill_token_head_ns: float
 
 
-class Elementwise(msgspec.Struct, frozen=True, kw_only=True):
+class ElementwiseCost(msgspec.Struct, frozen=True, kw_only=True):
     memory_ratio: float
     launch_us: float
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class GpuLink(msgspec.Struct, frozen=True, kw_only=True):
     """How GPUs reduce. Either `bytes` and `us` as measured among `ranks`, or alpha, beta and gamma. pair: among fewer,
     at least two, where that is known by itself."""
 
@@ -132,7 +132,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     alpha_us: float = 0.0
     beta_bytes_per_s: float = math.inf
     gamma_us: float = 0.0  # for sqrt(1 MB)
-    pair: Link | None = None
+    pair: GpuLink | None = None
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Seconds until `ranks` GPUs all hold the sum of `size_bytes` from each."""
@@ -145,7 +145,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return _interpolate(self.bytes, self.us, size_bytes * scale) * 1e-6
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of GPU. memory_bytes: what a server sees of it. links: nvlink, nvlink-pairs, pcie, host, where it has
     them; the usual one first. gemm: in 16 bit; gemms: in other dtypes, by name ("fp8"), whose compute_ratio is still of
     `flops`, the 16-bit peak; experts: group products of mixtures, by name ("bf16" for all of 16 bit), where those were
@@ -156,25 +156,25 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     flops: float
     memory_bytes_per_s: float
     memory_bytes: int
-    gemm: Gemm
-    gemms: dict[str, Gemm] = {}
-    experts: dict[str, Gemm] = {}
-    attention: Attention
-    attentions: dict[str, Attention] = {}
-    latent: Attention | None = None
-    elementwise: Elementwise
-    links: dict[str, Link]
+    gemm: GemmCost
+    gemms: dict[str, GemmCost] = {}
+    experts: dict[str, GemmCost] = {}
+    attention: AttentionCost
+    attentions: dict[str, AttentionCost] = {}
+    latent: AttentionCost | None = None
+    elementwise: ElementwiseCost
+    links: dict[str, GpuLink]
     boost: Boost | None = None
     source: str
     error: str
 
-    def boosted(self, ratio: float) -> Gpu:
+    def boosted(self, ratio: float) -> GpuSpec:
         """The same GPU, which computes so many times as fast and reads its memory as before."""
 
-        def faster(fit: Gemm) -> Gemm:
+        def faster(fit: GemmCost) -> GemmCost:
             return msgspec.structs.replace(fit, compute_ratio=ratio * fit.compute_ratio)
 
-        def attends(fit: Attention) -> Attention:
+        def attends(fit: AttentionCost) -> AttentionCost:
             return msgspec.structs.replace(fit, prefill_compute_ratio=ratio * fit.prefill_compute_ratio)
 
         return msgspec.structs.replace(
@@ -253,12 +253,12 @@ class Arithmetic:
 
     weight_bytes: float
     input_bytes: float
-    fit: Gemm
-    experts: Gemm | None
+    fit: GemmCost
+    experts: GemmCost | None
     assumed: bool = False
 
 
-def arithmetic(gpu: Gpu, precision: Precision) -> Arithmetic:
+def arithmetic(gpu: GpuSpec, precision: Precision) -> Arithmetic:
     """The arithmetic of the weights that are quantized, or of all where none are."""
     quantization, width = precision.quantization, precision.value_bytes
     if quantization is None:
@@ -282,7 +282,7 @@ class StepCost:
     """Seconds that a step takes on `tp` GPUs of one kind."""
 
     def __init__(
-        self, model: ModelSpec, gpu: Gpu, tp: int, link: Link | None, precision: Precision, overheads: Overheads
+        self, model: ModelSpec, gpu: GpuSpec, tp: int, link: GpuLink | None, precision: Precision, overheads: Overheads
     ) -> None:
         self._gpu = gpu
         self._model = model
@@ -331,9 +331,9 @@ class StepCost:
         gpu = self._gpu.boosted(boost.ratio)
         return StepCost(self._model, gpu, self._tp, self._link, self._precision, self._overheads)
 
-    def clock(self, factor: float = 1.0) -> Clock:
+    def clock(self, factor: float = 1.0) -> StepClock:
         """The clock of a server that begins. factor: of all times, where one of its GPUs is slower."""
-        return Clock(self, self._gpu.boost, self._overheads.launch_spread, factor)
+        return StepClock(self, self._gpu.boost, self._overheads.launch_spread, factor)
 
     def __call__(self, step: Step) -> float:
         rows = step.decode_rows
@@ -434,7 +434,7 @@ class StepCost:
         memory = width * read / (fit.memory_ratio_of(rows) * self._gpu.memory_bytes_per_s)
         return _soft_max(compute, memory, fit.softness) + fit.launch_us * 1e-6
 
-    def _row_s(self, rows: Decode, heads: Heads | LatentAttention | Recurrent) -> float:
+    def _row_s(self, rows: DecodeAttentionCost, heads: Heads | LatentAttention | Recurrent) -> float:
         """Seconds for a row on one GPU, in one layer, whatever its context. A state is read and written."""
         if isinstance(heads, Recurrent):
             moved = 2 * heads.state_bytes(self._precision) / self._tp
@@ -454,7 +454,7 @@ class StepCost:
             return flops / (self._attention.prefill_compute_ratio * self._gpu.flops)
         return self._attention.prefill_token_head_ns * 1e-9 * (heads.heads / self._tp)
 
-    def _context_s(self, kind: Layers, rows: Decode) -> float:
+    def _context_s(self, kind: Layers, rows: DecodeAttentionCost) -> float:
         """For each token that rows see, over all layers of the kind: its cache is read, and multiplied."""
         heads, tp = kind.attention, self._tp
         values = kind.count * heads.kv_values_of(tp)
@@ -582,7 +582,7 @@ class StepCost:
         return self.gemm_s(max(samples, 1), self._model.vocab_size / self._tp, self._model.hidden)
 
 
-class Clock:
+class StepClock:
     """How long each step of one server takes on its GPUs, and its CPU to launch it, in the order of the steps."""
 
     def __init__(self, cost: StepCost, boost: Boost | None, spread: float, factor: float) -> None:
@@ -644,7 +644,7 @@ def launches_of(kind: Layers, hidden: int) -> int:
 LLAMA_LAUNCHES = 10  # of `launches_of`
 
 
-def _attention_of(model: ModelSpec, gpu: Gpu, precision: Precision) -> Attention:
+def _attention_of(model: ModelSpec, gpu: GpuSpec, precision: Precision) -> AttentionCost:
     if gpu.latent is not None and any(isinstance(kind.attention, LatentAttention) for kind in model.kinds):
         return gpu.latent
     return gpu.attentions.get(precision.kv_cache_dtype, gpu.attention)

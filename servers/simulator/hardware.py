@@ -12,7 +12,7 @@ import msgspec
 
 from backends.exit_codes import UserError
 from backends.untrusted import read_json
-from servers.simulator.cost import Gpu, Link
+from servers.simulator.cost import GpuLink, GpuSpec
 
 DATA = Path(__file__).parents[1] / "data"
 LEAST_SOFTNESS = 0.1  # of a roofline; below, a sum of two equal times is over a thousand times one
@@ -31,11 +31,11 @@ class HardwareError(UserError):
 
 
 @functools.cache
-def known() -> dict[str, Gpu]:
-    return msgspec.json.decode((DATA / "gpus.json").read_bytes(), type=dict[str, Gpu])
+def known() -> dict[str, GpuSpec]:
+    return msgspec.json.decode((DATA / "gpus.json").read_bytes(), type=dict[str, GpuSpec])
 
 
-def find(name: str) -> Gpu:
+def find(name: str) -> GpuSpec:
     """The GPU of that name, or the one that the JSON file of that name describes. Raises HardwareError."""
     wanted = name.lower()
     for key, gpu in known().items():
@@ -47,14 +47,14 @@ def find(name: str) -> Gpu:
             f"the keys of an entry of {DATA / 'gpus.json'}, and name that file."
         )
     examples = f"; {DATA / 'gpus.json'} holds examples"
-    gpu = read_json(name, Gpu, HardwareError, "does not describe a GPU", examples)
+    gpu = read_json(name, GpuSpec, HardwareError, "does not describe a GPU", examples)
     wrong = next(_wrong(gpu), None)
     if wrong:
         raise HardwareError(f"{name} does not describe a GPU: {wrong}{examples}.")
     return gpu
 
 
-def _wrong(gpu: Gpu) -> Iterator[str]:
+def _wrong(gpu: GpuSpec) -> Iterator[str]:
     """What no GPU can be like."""
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
     gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
@@ -84,7 +84,7 @@ def _wrong(gpu: Gpu) -> Iterator[str]:
         yield from _wrong_link(f"links.{name}", each)
 
 
-def _wrong_link(name: str, link: Link) -> Iterator[str]:
+def _wrong_link(name: str, link: GpuLink) -> Iterator[str]:
     if link.pair is not None:
         yield from _wrong_link(f"{name}.pair", link.pair)
     if not (link.bytes or link.us):
@@ -110,7 +110,7 @@ def _not_positive(where: str, part: msgspec.Struct, names: Iterable[str], or_zer
             yield f"{where}{name} is {value:g} and must be {'at least' if or_zero else 'above'} 0"
 
 
-def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link | None]:
+def link(gpu: GpuSpec, tp: int, topology: str | None, p2p: bool) -> tuple[str, GpuLink | None]:
     """How `tp` of them are joined, and what a reduction costs there; the first that its data names where `topology` is
     None: what such a machine usually has. Raises HardwareError."""
     if tp == 1:
@@ -132,7 +132,7 @@ def link(gpu: Gpu, tp: int, topology: str | None, p2p: bool) -> tuple[str, Link 
     return topology, links[topology]
 
 
-def _links(gpu: Gpu, tp: int) -> dict[str, Link]:
+def _links(gpu: GpuSpec, tp: int) -> dict[str, GpuLink]:
     """By topology, in the data's order. Two GPUs may be a pair that one bridge joins."""
     links = {name: each for name, each in gpu.links.items() if name in TOPOLOGIES}
     if tp == 2 and "nvlink-pair" in gpu.links:

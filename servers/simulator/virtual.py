@@ -24,7 +24,7 @@ from loadgen import rundir
 from loadgen.config import Config
 from loadgen.load.choices import Cancels
 from loadgen.load.load import Load, Streams
-from loadgen.load.turns import Going, Turns
+from loadgen.load.turns import ActiveSessions, Turns
 from servers.schedulers import Rejected, Sequence
 from servers.simulator.build import Emulated, EmulationError
 from servers.simulator.engine import Engine, place_s
@@ -34,7 +34,7 @@ TOKENS_AT_ONCE = 1 << 18
 _INDEX = operator.attrgetter("index")
 
 
-class Arrival(NamedTuple):
+class ArrivingRequest(NamedTuple):
     """A request that is sent at `at_s`; the others as of servers.schedulers.Sequence."""
 
     at_s: float
@@ -45,7 +45,7 @@ class Arrival(NamedTuple):
     priority: int = 0
 
 
-Sent = Arrival | tuple[float, int, int]
+Sent = ArrivingRequest | tuple[float, int, int]
 
 
 @dataclass(slots=True)
@@ -330,7 +330,7 @@ class _Tokens:
 
 
 def simulate_sessions(
-    emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None = None
+    emulated: Emulated, arrivals: Several[ArrivingRequest], turns: Turns, streams: Streams | None = None
 ) -> list[Outcome]:
     """Runs sessions, whose turns follow each other in `arrivals` as in `turns`, and gives the outcomes in that order. A
     session's first turn is sent when it arrives, or in a closed loop of `streams` when a session before it has ended;
@@ -344,7 +344,9 @@ class _Sessions:
 
     _ANY = -1  # in place of a turn: whatever session a closed loop begins next
 
-    def __init__(self, emulated: Emulated, arrivals: Several[Arrival], turns: Turns, streams: Streams | None) -> None:
+    def __init__(
+        self, emulated: Emulated, arrivals: Several[ArrivingRequest], turns: Turns, streams: Streams | None
+    ) -> None:
         self._arrivals, self._turns, self._streams = arrivals, turns, streams
         self._outcomes: dict[int, Outcome] = {}
         self._tokens = _Tokens(self._outcomes)
@@ -352,7 +354,7 @@ class _Sessions:
         begins = [number for number in turns.first.tolist() if number < len(arrivals)]
         self._begins = iter(begins)
         self._due: list[tuple[float, int]]  # a heap of (seconds, turn)
-        self._sessions = Going(turns, in_seconds=True)
+        self._sessions = ActiveSessions(turns, in_seconds=True)
         if streams is None:
             self._due = [(arrivals[number].at_s, number) for number in begins]
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import backends
-from backends.launch import Adapter, Exit, LaunchError, Settings, died, excerpt, explain, first_error, version_in
+from backends.launch import Adapter, Exit, LaunchError, ServerSettings, died, excerpt, explain, first_error, version_in
 from backends.untrusted import UNDECODABLE
 
 STARTED = [name for name in backends.available() if backends.get(name).adapter is not None]
@@ -21,8 +21,8 @@ def adapter(name: str) -> Adapter:
     return found
 
 
-def settings(**more: Any) -> Settings:
-    return Settings(
+def settings(**more: Any) -> ServerSettings:
+    return ServerSettings(
         **{
             "model": "/models/m", "served_name": "m", "tp": 2, "dtype": "float16", "max_model_len": 4096,
             "max_running": 1024, "max_requests": 1500, "memory_ratio": 0.9, "host": "0.0.0.0", "port": 8000,

@@ -18,7 +18,7 @@ import pytest
 
 from backends import gpus
 from backends.exit_codes import install_command
-from backends.gpus import GpuError, Inventory, P2pDecision, Probe, choose, decide_p2p
+from backends.gpus import GpuError, GpuProbe, Inventory, P2pDecision, choose, decide_p2p
 
 OK, CHIPSET, GPU_LOST, NOT_SUPPORTED = 0, 1, 15, 5
 GIB = 2**30
@@ -488,7 +488,7 @@ def test_cuda_visible_devices_that_names_no_gpu_is_refused(four: Inventory) -> N
 
 def test_a_probe_samples_its_gpus_again_and_again(machine: Machine) -> None:
     fake = machine("NVIDIA H200", 4, "570.86.10", always(OK))
-    probe = Probe([2, 0])
+    probe = GpuProbe([2, 0])
     first, second = probe.sample(), probe.sample()
     assert [sample.index for sample in first] == [2, 0]
     assert first[0].memory_used_bytes == 3 * GIB
@@ -506,12 +506,12 @@ def test_a_probe_samples_its_gpus_again_and_again(machine: Machine) -> None:
 
 def test_what_holds_clocks_back_and_who_computes(machine: Machine) -> None:
     fake = machine("NVIDIA H200", 1, "570.86.10", always(OK))
-    (seen,) = Probe([0]).sample()
+    (seen,) = GpuProbe([0]).sample()
     assert (seen.thermal_ns, seen.power_ns, seen.processes) == (5_000, 7_000, [77, 812])
     assert gpus.reason_names(seen.clock_reasons) == ("sw_power_cap", "hw_thermal_slowdown")
     for function in ("ViolationStatus", "CurrentClocksEventReasons", "ComputeRunningProcesses"):
         fake.broken[f"nvmlDeviceGet{function}", None] = NOT_SUPPORTED
-    (seen,) = Probe([0]).sample()
+    (seen,) = GpuProbe([0]).sample()
     assert (seen.thermal_ns, seen.power_ns, seen.clock_reasons, seen.processes) == (None, None, 0, None)
 
 
@@ -519,7 +519,7 @@ def test_what_a_card_cannot_measure_is_none(machine: Machine) -> None:
     fake = machine("NVIDIA GeForce GTX 1080", 2, "535.54.03", always(CHIPSET))
     fake.broken["nvmlDeviceGetTotalEnergyConsumption", None] = 3
     fake.broken["nvmlDeviceGetUtilizationRates", 1] = 3
-    one, two = Probe([0, 1]).sample()
+    one, two = GpuProbe([0, 1]).sample()
     assert (one.energy_mj, two.energy_mj) == (None, None)
     assert (one.utilization_ratio, two.utilization_ratio) == (0.87, None)
     assert (one.power_w, two.memory_used_bytes) == (250.5, 2 * GIB)
@@ -528,12 +528,12 @@ def test_what_a_card_cannot_measure_is_none(machine: Machine) -> None:
 def test_a_probe_never_raises(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = machine("NVIDIA H200", 2, "570.86.10", always(OK))
     nothing = [(9, None, None, None, None, None, None, 0, None)]
-    assert [msgspec.structs.astuple(sample) for sample in Probe([9]).sample()] == nothing
-    probe = Probe([0])
+    assert [msgspec.structs.astuple(sample) for sample in GpuProbe([9]).sample()] == nothing
+    probe = GpuProbe([0])
     for function in [name for name in vars(FakeNvml) if name.startswith("nvmlDevice")]:
         fake.broken[function, 0] = GPU_LOST  # while it is watched
     assert msgspec.structs.astuple(probe.sample()[0]) == (0, *nothing[0][1:])
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    absent = Probe([9])
+    absent = GpuProbe([9])
     assert [msgspec.structs.astuple(sample) for sample in absent.sample()] == nothing
     absent.close()

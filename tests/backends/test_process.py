@@ -22,7 +22,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from backends import process
-from backends.launch import Exit, LaunchError, Running, Start, died
+from backends.launch import Exit, LaunchError, Running, ServerSpec, died
 from backends.untrusted import writings
 from tests.support.waiting import until
 
@@ -84,7 +84,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         argv = (sys.executable, "-I", "-S", "-c", code, str(port), *more)
         fields = {"argv": argv, "port": port, "env": {}, **fields}
         running = process.start(
-            Start(run_id="r", backend="vllm", log=tmp_path / "start.log", **fields), lambda _: None, threading.Event()
+            ServerSpec(run_id="r", backend="vllm", log=tmp_path / "start.log", **fields),
+            lambda _: None,
+            threading.Event(),
         )
         started.append(running)
         return running
@@ -222,11 +224,11 @@ def test_the_server_dies_with_its_supervisor(launch: Launch) -> None:
 LOADGEN = """
 import pathlib, subprocess, sys, threading
 from backends import process
-from backends.launch import Start
+from backends.launch import ServerSpec
 process.STOP_S = 0.1
 log, port, code = sys.argv[1:]
 running = process.start(
-    Start(run_id="r", backend="vllm", argv=(sys.executable, "-I", "-S", "-c", code, port), env={}, port=int(port),
+    ServerSpec(run_id="r", backend="vllm", argv=(sys.executable, "-I", "-S", "-c", code, port), env={}, port=int(port),
           log=pathlib.Path(log), secrets=("SECRET_FOR_TEST",)), lambda _: None, threading.Event())
 other = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
 print(running.facts["pid"], other.pid, flush=True)
@@ -367,7 +369,7 @@ def test_programs_beside_the_interpreter_are_found(launch: Launch, tmp_path: Pat
 
 
 def test_the_command_line_is_what_is_started(tmp_path: Path) -> None:
-    start = Start(
+    start = ServerSpec(
         run_id="r", backend="vllm", argv=("vllm", "serve", "a b"), env={"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "hidden"},
         port=8000, log=tmp_path / "start.log", gpu_ids=("0", "1"), secrets=("HF_TOKEN",),
     )  # fmt: skip
@@ -393,7 +395,7 @@ def refused(tmp_path: Path, **fields: Any) -> str:
     fields = {"argv": (sys.executable, "-c", "0"), "env": {}, "port": 0, "log": tmp_path / "start.log", **fields}
     cancelled = threading.Event()
     with pytest.raises(LaunchError) as error:
-        process.start(Start(run_id="r", backend="vllm", **fields), said.append, cancelled)
+        process.start(ServerSpec(run_id="r", backend="vllm", **fields), said.append, cancelled)
     assert not said
     return str(error.value)
 
@@ -435,7 +437,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 def test_nothing_is_started_once_cancelled(tmp_path: Path) -> None:
     cancelled = threading.Event()
     cancelled.set()
-    start = Start(run_id="r", backend="vllm", argv=("x",), env={}, port=0, log=tmp_path / "start.log")
+    start = ServerSpec(run_id="r", backend="vllm", argv=("x",), env={}, port=0, log=tmp_path / "start.log")
     with pytest.raises(LaunchError, match="stopped before the server was started"):
         process.start(start, lambda _: None, cancelled)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import pytest
 
 from backends import catalog
 from servers.simulator import experts, hardware
-from servers.simulator.cost import Arithmetic, Gemm, Gpu, Overheads, StepCost, arithmetic
+from servers.simulator.cost import Arithmetic, GemmCost, GpuSpec, Overheads, StepCost, arithmetic
 from tests.data import unpacked
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -275,7 +275,7 @@ def test_all_reduces_as_published(gpu: str, topology: str, ranks: int) -> None:
 def test_products_in_fp8_take_between_a_third_and_a_little_more_than_16_bit() -> None:
     """Of one layer's product: a wrong width, or a ratio of another peak, would be beyond."""
 
-    def seconds(gpu: Gpu, fit: Gemm, width: int, tokens: int) -> float:
+    def seconds(gpu: GpuSpec, fit: GemmCost, width: int, tokens: int) -> float:
         compute = 2 * tokens * 4096 * 8192 / (fit.compute_ratio * gpu.flops)
         moved = width * (4096 * 8192 + tokens * 8192) + 2 * tokens * 4096
         return math.hypot(compute, moved / (fit.memory_ratio * gpu.memory_bytes_per_s)) + fit.launch_us * 1e-6

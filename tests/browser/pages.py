@@ -10,7 +10,7 @@ from loadgen.document.content import (
     Document,
     Items,
     Link,
-    Listed,
+    ListItem,
     Mark,
     Number,
     Section,
@@ -175,10 +175,10 @@ def page() -> Document:
     )
     findings = Items(
         items=[
-            Listed(head="Client was late", text="p99 lag 12 ms.", advice="Use --workers 4.", tone="warning"),
-            Listed(head="Requests failed", text=f"3 of 1000: {NASTY}", tone="bad"),
-            Listed(head="Server was idle before", tone="good"),
-            Listed(head="Clock", text="monotonic"),
+            ListItem(head="Client was late", text="p99 lag 12 ms.", advice="Use --workers 4.", tone="warning"),
+            ListItem(head="Requests failed", text=f"3 of 1000: {NASTY}", tone="bad"),
+            ListItem(head="Server was idle before", tone="good"),
+            ListItem(head="Clock", text="monotonic"),
         ]
     )
     return Document(

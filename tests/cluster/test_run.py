@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from loadgen.rundir import records
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from tests.cluster.nodes import AHEAD, AHEAD_S, Nodes
 
 pytestmark = pytest.mark.cluster
@@ -133,7 +133,7 @@ def outcomes(out: Path) -> Counter[str]:
     return Counter(report(out)["requests"]["by_outcome"])
 
 
-def share_of_last(table: Table) -> Table:
+def share_of_last(table: RequestTable) -> RequestTable:
     return table.select(table.id % 3 == LAST)
 
 

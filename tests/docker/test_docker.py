@@ -27,7 +27,7 @@ import pytest
 from backends import docker
 from backends.docker import engine as docker_engine
 from backends.docker import ownership as docker_owner
-from backends.launch import Exit, LaunchError, Mount, Start, died
+from backends.launch import Exit, LaunchError, Mount, ServerSpec, died
 from tests.docker import images, registry
 from tests.support.waiting import until
 
@@ -48,20 +48,20 @@ class Launches:
         self.running: list[docker.Container] = []
         self.log = directory / "run" / "start.log"
 
-    def plan(self, kind: images.Kind = "vllm", behaviour: str = "", **changes: Any) -> Start:
+    def plan(self, kind: images.Kind = "vllm", behaviour: str = "", **changes: Any) -> ServerSpec:
         argv = {
             "vllm": ("--model", "m"),
             "lightllm": ("python", "-m", "lightllm.server.api_server", "--model_name", "m", "--host", "0.0.0.0",
                          "--port", "8080"),
             "tgi": ("--model-id", "m"),
         }[kind]  # fmt: skip
-        plan = Start(
+        plan = ServerSpec(
             run_id=self.run_id, backend=kind, argv=argv, env={}, port=images.PORTS[kind], log=self.log,
             image=None if "image" in changes else images.image(kind, behaviour),
         )  # fmt: skip
         return replace(plan, **changes)
 
-    def start(self, plan: Start) -> docker.Container:
+    def start(self, plan: ServerSpec) -> docker.Container:
         self.running.append(docker.start(plan, self.said.append, self.cancelled))
         return self.running[-1]
 
@@ -440,8 +440,8 @@ CHILD = """
 import sys, threading, time
 from pathlib import Path
 from backends import docker
-from backends.launch import Start
-start = Start(run_id=sys.argv[1], backend="vllm", argv=("--model", "m"), env={}, port=8000, log=Path(sys.argv[3]),
+from backends.launch import ServerSpec
+start = ServerSpec(run_id=sys.argv[1], backend="vllm", argv=("--model", "m"), env={}, port=8000, log=Path(sys.argv[3]),
               image=sys.argv[2], secrets=("HF_TOKEN",))
 docker.start(start, lambda said: None, threading.Event())
 print("started", flush=True)

@@ -18,10 +18,10 @@ from docker.errors import APIError
 from backends import docker
 from backends.docker import engine as docker_engine
 from backends.docker import ownership as docker_owner
-from backends.launch import LaunchError, Mount, Start
+from backends.launch import LaunchError, Mount, ServerSpec
 from loadgen import cli
 
-START = Start(
+START = ServerSpec(
     run_id="2026 a/b", backend="vllm", argv=("--model", "/models/m"), env={"A": "b c"}, port=8000, host_port=8123,
     log=Path("start.log"), image="vllm/vllm-openai:v1", gpu_ids=("0", "2"), secrets=("HF_TOKEN",),
     mounts=(Mount(Path("/m/llama"), "/models/m"), Mount(Path("/c"), "/cache", read_only=False)),
@@ -43,14 +43,14 @@ def test_the_command_line_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_gpus_none_are_asked_for() -> None:
-    plain = Start(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i")
+    plain = ServerSpec(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i")
     line = docker.command_line(plain)
     assert "--gpus" not in line and "--env" not in line and "--mount" not in line
     assert line[line.index("--publish") + 1] == "127.0.0.1::80"
 
 
 def test_an_image_must_be_named() -> None:
-    plain = Start(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"))
+    plain = ServerSpec(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"))
     with pytest.raises(LaunchError, match="--image"):
         docker.command_line(plain)
 
@@ -66,7 +66,7 @@ def test_no_engine_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     problem = docker.problem()
     assert problem is not None
     assert problem.startswith("no engine is installed or running") and f"{tmp_path}/absent.sock" in problem
-    start = Start(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i")
+    start = ServerSpec(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i")
     with pytest.raises(LaunchError, match=r"^Docker cannot be used: no engine is installed or running .*\.$"):
         docker.start(start, print, threading.Event())
 
@@ -205,7 +205,7 @@ def test_gpus_are_known_from_what_the_engine_says(
 
 def test_a_secret_must_be_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a\nb")
-    start = Start(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i",
+    start = ServerSpec(run_id="r", backend="tgi", argv=("x",), env={}, port=80, log=Path("l"), image="i",
                   secrets=("HF_TOKEN",))  # fmt: skip
     with pytest.raises(LaunchError, match="HF_TOKEN holds a line break") as refused:
         docker.start(start, print, threading.Event())

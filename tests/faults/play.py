@@ -19,7 +19,7 @@ from loadgen.client.engine import build_client
 from loadgen.client.exchange import Exchange
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
-from loadgen.plan import Job, Plan, PromptSource, Timeouts
+from loadgen.plan import ClientJob, ClientPlan, PromptSource, Timeouts
 from loadgen.rundir.records import Record
 from loadgen.target import Target
 from tests.faults.case import Case
@@ -106,14 +106,14 @@ async def play(case: Case, protocol: Protocol, transport: str, directory: Path) 
     return Seen({record.id: record for record in records}, server.tries.count(STRUCK))
 
 
-def _plan(case: Case, protocol: Protocol, transport: str, url: str) -> Plan:
+def _plan(case: Case, protocol: Protocol, transport: str, url: str) -> ClientPlan:
     limits = [SHORT_S if case.limit == name else PATIENT_S for name in ("first byte", "idle", "total")]
-    job = Job(
+    job = ClientJob(
         run_id="case", version="0", model="m", sampling=Sampling(OUTPUT_TOKENS, stream=not case.whole),
         load=load(requests=LAST + 1, concurrency=2, seed=1, input_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS),
         warmup=0, timeouts=Timeouts(PATIENT_S, *limits),
     )  # fmt: skip
-    return Plan(
+    return ClientPlan(
         job=job,
         backend=protocol.backend,
         target=Target(url),

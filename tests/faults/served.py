@@ -10,7 +10,7 @@ import msgspec
 
 from loadgen.client.engine import run_here
 from loadgen.event_loop import run_loop
-from loadgen.plan import Job, Plan, PromptSource, Sampling, Timeouts
+from loadgen.plan import ClientJob, ClientPlan, PromptSource, Sampling, Timeouts
 from loadgen.rundir.records import Record
 from loadgen.target import Target
 from tests.faults.case import OK, Expected
@@ -55,12 +55,12 @@ EXPECTED = {
 
 def ask(url: str, backend: str, directory: Path) -> dict[int, Record]:
     """The records of six requests, sent one after the other."""
-    job = Job(
+    job = ClientJob(
         run_id="served", version="0", model="m", sampling=Sampling(OUTPUT_TOKENS), warmup=0,
         load=load(requests=REQUESTS, concurrency=1, seed=1, input_tokens=16, output_tokens=OUTPUT_TOKENS),
         timeouts=Timeouts(PATIENT_S, PATIENT_S, IDLE_S, PATIENT_S),
     )  # fmt: skip
-    plan = Plan(
+    plan = ClientPlan(
         job=job, backend=backend, target=Target(url), transport="fast", fresh=False, kernel_timestamps=False,
         prompts=PromptSource(offset=_added(backend)),
     )  # fmt: skip

@@ -41,7 +41,7 @@ from loadgen.load.lengths import MOST_TOKENS, WorkloadError, fixed
 from loadgen.load.sessions import Sessions
 from loadgen.monitor import server_view
 from loadgen.monitor.exporter import Exporter
-from loadgen.monitor.prometheus import Series, Unreadable
+from loadgen.monitor.prometheus import SeriesPicker, Unreadable
 from loadgen.plan import Timeouts
 from loadgen.report import build as reports
 from loadgen.report import sweeps
@@ -150,8 +150,8 @@ def http(data: bytes) -> None:
 
 
 @functools.cache
-def _series() -> tuple[Series, ...]:
-    return tuple(Series(backend_of(name).server_metrics) for name in ("vllm", "lightllm"))
+def _series() -> tuple[SeriesPicker, ...]:
+    return tuple(SeriesPicker(backend_of(name).server_metrics) for name in ("vllm", "lightllm"))
 
 
 def metrics(data: bytes) -> None:

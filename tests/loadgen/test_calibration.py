@@ -15,12 +15,12 @@ import backends
 from backends.protocol import ServerInfo
 from loadgen import calibration
 from loadgen.config import Config
-from loadgen.plan import Plan, plan_run
+from loadgen.plan import ClientPlan, plan_run
 from loadgen.server import embedded
 from loadgen.target import Target
 
 
-def plan(requests: int = 40, backend: str = "openai") -> Plan:
+def plan(requests: int = 40, backend: str = "openai") -> ClientPlan:
     config = Config(backend=backend, url="http://127.0.0.1:1", requests=requests, output_tokens="8")
     return plan_run(config, backends.get(backend), Target(""), ServerInfo("m"), "run")
 

@@ -20,7 +20,7 @@ from loadgen.load.images import Images, parse
 from loadgen.load.lengths import fixed
 from loadgen.load.lengths import parse as law
 from loadgen.load.load import Load, parse_arrival
-from loadgen.load.prompts import Text
+from loadgen.load.prompts import RandomText
 from loadgen.report.compare import compare
 from loadgen.rundir import records
 from servers.serve.wire import image_tokens
@@ -146,7 +146,7 @@ def test_texts_of_a_batch_have_the_asked_length_each() -> None:
         arrival=parse_arrival("burst"), input_tokens=law("uniform:3:30"), output_tokens=fixed(0), requests=50,
         batch=law("uniform:1:5"),
     )  # fmt: skip
-    text = Text(load)
+    text = RandomText(load)
     for number in range(50):
         prompt, shape = text.prompt("measured", number), text.own(number)
         lengths = {len(item.split()) for item in prompt.items}

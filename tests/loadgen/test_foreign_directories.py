@@ -185,7 +185,7 @@ def test_a_thousand_phases_and_no_more(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_samples_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_view, "MOST_SAMPLES", 10)
-    header = server_view.Header(run_id="r", series=["running"], gpus=[])
+    header = server_view.SamplesHeader(run_id="r", series=["running"], gpus=[])
     sample = server_view.ServerSample(at_ns=1, took_ms=1.0, metrics={"running": 1.0})
     with gzip.open(tmp_path / "server.jsonl.gz", "wb") as file:
         file.write(b"\n".join(map(msgspec.json.encode, [header, *[sample] * 20])) + b"\n")

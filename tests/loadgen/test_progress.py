@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from loadgen import progress
-from loadgen.client.engine import Snapshot
+from loadgen.client.engine import LiveCounters
 from loadgen.progress import QUIET_EVERY_S, ProgressLine
 
 
-def snapshot(elapsed_s: float, **changes: object) -> Snapshot:
+def snapshot(elapsed_s: float, **changes: object) -> LiveCounters:
     values = {
         "planned": 600,
         "done": 0,
@@ -19,7 +19,7 @@ def snapshot(elapsed_s: float, **changes: object) -> Snapshot:
         "ttft_ms": [],
         "elapsed_s": elapsed_s,
     }
-    return Snapshot(**{**values, **changes})  # type: ignore[arg-type]
+    return LiveCounters(**{**values, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("drawn", [False, True])

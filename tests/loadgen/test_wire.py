@@ -10,7 +10,7 @@ import pytest
 from backends.protocol import Sampling
 from loadgen import cli
 from loadgen.event_loop import run_loop
-from loadgen.plan import Job, Plan, PromptSource, Timeouts
+from loadgen.plan import ClientJob, ClientPlan, PromptSource, Timeouts
 from loadgen.target import Target
 from loadgen.wire import measure
 from tests.loadgen.load.loads import load
@@ -19,12 +19,12 @@ from tests.servers.reader import running
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can acknowledge at once")
 
 
-def plan(url: str, backend: str) -> Plan:
-    job = Job(
+def plan(url: str, backend: str) -> ClientPlan:
+    job = ClientJob(
         run_id="wire", version="0", model="m", sampling=Sampling(8), warmup=1, timeouts=Timeouts(5, 5, 5, 5),
         load=load(requests=4, concurrency=1, seed=1, input_tokens=8, output_tokens=8),
     )  # fmt: skip
-    return Plan(
+    return ClientPlan(
         job=job, backend=backend, target=Target(url), transport="fast", fresh=False, kernel_timestamps=False,
         prompts=PromptSource(),
     )  # fmt: skip

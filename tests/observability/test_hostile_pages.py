@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.monitor.exporter import Exporter
-from loadgen.rundir import Family, Histogram, MetricSample
+from loadgen.rundir import Histogram, MetricFamily, MetricSample
 from tests.loadgen.monitor.test_exporter import HOSTILE, HOSTILE_FAMILIES, put
 from tests.observability.programs import program
 
@@ -16,10 +16,12 @@ pytestmark = pytest.mark.prometheus
 
 EVIL = "\x1b[31m\u202e\x00\r\ufeff" + HOSTILE
 ODD_FAMILIES = [
-    Family("llm_dissect_odd", "gauge", EVIL, [MetricSample(float("1e308"), {"a": EVIL})]),
-    Family("llm_dissect_negative", "counter", "", [MetricSample(-1.0)]),
-    Family("llm_dissect_empty", "histogram", EVIL, histograms=[Histogram([], [0], 0.0)]),
-    Family("llm_dissect_wide", "histogram", "W.", histograms=[Histogram([-1.0, 1e300], [1, 2, 3], -5.0, {"a": EVIL})]),
+    MetricFamily("llm_dissect_odd", "gauge", EVIL, [MetricSample(float("1e308"), {"a": EVIL})]),
+    MetricFamily("llm_dissect_negative", "counter", "", [MetricSample(-1.0)]),
+    MetricFamily("llm_dissect_empty", "histogram", EVIL, histograms=[Histogram([], [0], 0.0)]),
+    MetricFamily(
+        "llm_dissect_wide", "histogram", "W.", histograms=[Histogram([-1.0, 1e300], [1, 2, 3], -5.0, {"a": EVIL})]
+    ),
 ]
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from loadgen.report import metrics
-from loadgen.rundir import Family, MetricSample, Snapshot, records, series, write_snapshot
-from loadgen.rundir.records import Table
+from loadgen.rundir import MetricFamily, MetricSample, Snapshot, records, series, write_snapshot
+from loadgen.rundir.records import RequestTable
 from tests.observability import names
 from tests.observability.names import Query
 from tests.observability.scraped import SCRAPE_S, Prometheus, Series, prometheus
@@ -66,7 +66,7 @@ class Watched:
     start: float
     end: float
     reports: dict[str, dict[str, Any]]
-    measured: dict[str, Table]
+    measured: dict[str, RequestTable]
     before: str
     during: str
     trained: str | None  # the real sweep's run_id
@@ -113,11 +113,12 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
 def write_gpus(runs: Path) -> None:
     values = {"memory_used_bytes": 7e10, "power_watts": 312.0, "utilization_ratio": 0.97}
     families = [
-        Family("llm_dissect_gpu_" + name, "gauge", name, [MetricSample(v, {"gpu": "0"})]) for name, v in values.items()
+        MetricFamily("llm_dissect_gpu_" + name, "gauge", name, [MetricSample(v, {"gpu": "0"})])
+        for name, v in values.items()
     ]
     families += [
-        Family("llm_dissect_gpu_energy_joules", "counter", "Energy.", [MetricSample(9e5, {"gpu": "0"})]),
-        Family(
+        MetricFamily("llm_dissect_gpu_energy_joules", "counter", "Energy.", [MetricSample(9e5, {"gpu": "0"})]),
+        MetricFamily(
             "llm_dissect_gpu_throttled_seconds",
             "counter",
             "Throttled.",
@@ -150,7 +151,9 @@ def sweep(runs: Path) -> Progress:
         runs / "sweep",
         SWEEP,
         {"platform": "here"},
-        series.Series("cell", [done[0].cell, done[1].cell, cell("F+Z2").name, "last"], [done[0].cell, done[1].cell]),
+        series.MeasurementSeries(
+            "cell", [done[0].cell, done[1].cell, cell("F+Z2").name, "last"], [done[0].cell, done[1].cell]
+        ),
         done,
         lambda line: None,
         lambda cell, speed: (speed / 10_000, None),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from loadgen.monitor.exporter import Exporter
-from loadgen.rundir import Family, Histogram, MetricSample
+from loadgen.rundir import Histogram, MetricFamily, MetricSample
 from tests.loadgen.monitor.test_exporter import HOSTILE_FAMILIES, put
 from tests.observability import names
 from tests.observability.programs import program
@@ -50,9 +50,12 @@ def test_the_exporter_of_all_that_there_is_is_clean(tmp_path: Path) -> None:
         tmp_path,
         "all",
         families=[
-            *(Family(name, "gauge", "X.", [MetricSample(1)]) for name in of_runs),
-            *(Family(name.removesuffix("_total"), "counter", "X.", [MetricSample(1)]) for name in names.COUNTERS),
-            *(Family(name, "histogram", "X.", histograms=[Histogram([1], [1, 0], 0.5)]) for name in names.HISTOGRAMS),
+            *(MetricFamily(name, "gauge", "X.", [MetricSample(1)]) for name in of_runs),
+            *(MetricFamily(name.removesuffix("_total"), "counter", "X.", [MetricSample(1)]) for name in names.COUNTERS),
+            *(
+                MetricFamily(name, "histogram", "X.", histograms=[Histogram([1], [1, 0], 0.5)])
+                for name in names.HISTOGRAMS
+            ),
         ],
     )
     words, page = [program("promtool"), "check", "metrics"], Exporter(tmp_path).page()[0]

@@ -17,9 +17,9 @@ import numpy as np
 from servers.app import DIALECTS
 from servers.serve import between, faults
 from servers.serve.server import Server
-from servers.serve.stamps import Stamps
+from servers.serve.stamps import StampsFile
 from servers.serve.timing import FixedTiming
-from servers.serve.wire import Settings
+from servers.serve.wire import DialectSettings
 
 TIMEOUT_S = 10.0
 
@@ -114,10 +114,10 @@ def serving(
 ) -> Iterator[Running]:  # fmt: skip
     stamps_path = directory / "stamps.npz"
     server = Server(
-        DIALECTS[dialect](Settings("m", **{"max_model_len": 4096, **settings})),
+        DIALECTS[dialect](DialectSettings("m", **{"max_model_len": 4096, **settings})),
         timing,
         faults=faults.read(fault, dialect, seed),
-        stamps=Stamps(stamps_path),
+        stamps=StampsFile(stamps_path),
         api_key=api_key,
         between=between.read(wire),
     )

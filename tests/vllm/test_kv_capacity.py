@@ -16,7 +16,7 @@ import serve
 
 from backends import catalog
 from backends.decoder import Attention, Window
-from servers.schedulers.groups import BLOCK_TOKENS, Groups
+from servers.schedulers.groups import BLOCK_TOKENS, LayerGroups
 
 pytestmark = pytest.mark.vllm
 
@@ -81,7 +81,7 @@ def test_as_many_blocks_and_tokens_as_vllm_counts(request: pytest.FixtureRequest
     replies = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("[")]
     windowed = 0
     for case, (blocks, tokens) in zip(cases, replies, strict=True):
-        groups = Groups.of(case.layers, case.max_model_len, case.in_flight_tokens)
+        groups = LayerGroups.of(case.layers, case.max_model_len, case.in_flight_tokens)
         own = case.free_bytes // (BLOCK_TOKENS * groups.layers * 2 * case.kv_heads * case.head_dim * KV_BYTES)
         assert (own, groups.tokens(own)) == (blocks, tokens), case
         assert groups.blocks(tokens) == pytest.approx(blocks, abs=1 + blocks / tokens if tokens else 1)

@@ -69,7 +69,7 @@ class Measured:
 
     lateness: Lateness  # of the machine meanwhile
 
-    table: records.Table
+    table: records.RequestTable
     client_ttft_ms: float
     server_ttft_ms: float
     client_tpot_ms: float

@@ -24,8 +24,8 @@ from loadgen.trace import (
     LAUNCH,
     Interval,
     Kind,
-    Span,
     TraceError,
+    TraceSpan,
     kind_of_activity,
     kind_of_kernel,
     kind_of_operator,
@@ -125,13 +125,13 @@ class _Work(msgspec.Struct, frozen=True):
     end_s: float
 
 
-def attribute(spans: Sequence[Span]) -> Attribution:
+def attribute(spans: Sequence[TraceSpan]) -> Attribution:
     """Where the time of a traced step goes. spans: of rank 0, as `trace.read` gives them. Raises TraceError."""
     passes = [span for span in spans if span.name in _BY_RANGE and span.category == "user_annotation"]
     steps = sum(span.name == PHASE + "optimizer" for span in passes)
     if not steps:
         raise TraceError("the trace holds no training step of this program.")
-    threads: dict[int | str, list[Span]] = defaultdict(list)
+    threads: dict[int | str, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         if span.category not in DEVICE:
             threads[span.tid].append(span)
@@ -164,7 +164,7 @@ def attribute(spans: Sequence[Span]) -> Attribution:
     )
 
 
-def _parts_of_nodes(thread: Sequence[Span]) -> dict[int | str, str]:
+def _parts_of_nodes(thread: Sequence[TraceSpan]) -> dict[int | str, str]:
     """The part that made each node of autograd, by the node's sequence number: several operators of the forward pass
     may carry a number, of which the last one makes the node."""
     made: dict[int | str, str] = {}
@@ -174,7 +174,7 @@ def _parts_of_nodes(thread: Sequence[Span]) -> dict[int | str, str]:
     return made
 
 
-def _places(thread: Sequence[Span], made: dict[int | str, str]) -> list[_Place]:
+def _places(thread: Sequence[TraceSpan], made: dict[int | str, str]) -> list[_Place]:
     """For each span of a thread what it and the ranges around it say."""
     places: list[_Place] = []
     for span, parent in zip(thread, parents(thread), strict=True):
@@ -183,7 +183,7 @@ def _places(thread: Sequence[Span], made: dict[int | str, str]) -> list[_Place]:
     return places
 
 
-def _place(span: Span, around: _Place, made: dict[int | str, str]) -> _Place:
+def _place(span: TraceSpan, around: _Place, made: dict[int | str, str]) -> _Place:
     name = span.name
     if name.startswith(PHASE):
         return _Place(part=ENGINE, backward=name == PHASE + "backward")
@@ -202,7 +202,7 @@ def _place(span: Span, around: _Place, made: dict[int | str, str]) -> _Place:
 
 
 def _on_device(
-    activities: Iterable[Span], launches: dict[int | str, tuple[float, _Place]], starts: Sequence[float]
+    activities: Iterable[TraceSpan], launches: dict[int | str, tuple[float, _Place]], starts: Sequence[float]
 ) -> tuple[list[_Work], float]:
     """What the device did for the passes, and the seconds of it whose kind only the kernel's name shows."""
     works, by_name_s = [], 0.0
@@ -220,7 +220,7 @@ def _on_device(
 
 
 def _on_host(
-    thread: Sequence[Span], places: Sequence[_Place], starts: Sequence[float], end_s: float
+    thread: Sequence[TraceSpan], places: Sequence[_Place], starts: Sequence[float], end_s: float
 ) -> Iterator[_Work]:
     """What the thread did: every instant belongs to the innermost span."""
     for start_s, stop_s, number in innermost_parts(thread):
@@ -232,7 +232,7 @@ def _on_host(
         yield _Work(window, place, place.kind or ("element-wise" if operator else "host"), start_s, stop_s)
 
 
-def innermost_parts(thread: Sequence[Span]) -> Iterator[tuple[float, float, int]]:
+def innermost_parts(thread: Sequence[TraceSpan]) -> Iterator[tuple[float, float, int]]:
     """The stretches of a thread's time (start, end, number of the innermost span), where there is one."""
     stack: list[int] = []
     at = 0.0
@@ -261,7 +261,9 @@ def _begins(works: Iterable[_Work], starts: Sequence[float]) -> list[float]:
     return begins
 
 
-def _windows(works: Sequence[_Work], passes: Sequence[Span], bounds: Sequence[Interval], steps: int) -> list[Window]:
+def _windows(
+    works: Sequence[_Work], passes: Sequence[TraceSpan], bounds: Sequence[Interval], steps: int
+) -> list[Window]:
     by_kind: dict[str, list[Interval]] = {"communication": [], "memcpy": [], "compute": []}
     for work in works:
         if work.kind != "host":
@@ -288,7 +290,7 @@ def _windows(works: Sequence[_Work], passes: Sequence[Span], bounds: Sequence[In
     return windows
 
 
-def _shares(works: Iterable[_Work], passes: Sequence[Span], steps: int) -> list[Share]:
+def _shares(works: Iterable[_Work], passes: Sequence[TraceSpan], steps: int) -> list[Share]:
     sums: dict[tuple[Pass, str, Kind, bool], float] = defaultdict(float)
     for work in works:
         phase = _BY_RANGE[passes[work.window].name]

@@ -13,7 +13,7 @@ from backends.exit_codes import Stopped
 from backends.gpus import Gpu
 from loadgen.cluster import ray_cluster
 from loadgen.cluster.link import NodeLost
-from loadgen.cluster.ray_cluster import ClusterError, Machine
+from loadgen.cluster.ray_cluster import ClusterError, RayMachine
 from loadgen.config import ConfigError
 from loadgen.rundir import package_version
 from training_probe.grid import Cell, GridError
@@ -35,7 +35,7 @@ class Placed:
 RunCell = Callable[[Cell, Placed | str], None]
 
 
-def choose(free: Sequence[Machine], nodes: int, gpus_each: int) -> list[Machine] | None:
+def choose(free: Sequence[RayMachine], nodes: int, gpus_each: int) -> list[RayMachine] | None:
     """The nodes of a cell: those that have enough GPUs and the fewest beyond that, else in the order of `free`; None
     while too few are free."""
     enough = [machine for machine in free if machine.gpus >= gpus_each]
@@ -77,7 +77,7 @@ class Cluster:
     """A Ray cluster that this process has joined. nodes_per_cell: how many each cell runs on. known: what each node
     said of itself, by its id."""
 
-    machines: list[Machine]
+    machines: list[RayMachine]
     nodes_per_cell: int = 1
     known: dict[str, Facts] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Cluster:
     def check(self, packages: tuple[str, ...]) -> None:
         """That every node can run cells: the same version, and these modules. Raises ConfigError and ClusterError."""
 
-        def look(machine: Machine) -> Facts:
+        def look(machine: RayMachine) -> Facts:
             with ray_nodes_placed([machine], 0) as nodes:
                 return nodes.look(packages)[0]
 
@@ -153,7 +153,7 @@ class _Queue:
         if self._error is not None:
             raise self._error
 
-    def _wait(self, cell: Cell) -> list[Machine] | None:
+    def _wait(self, cell: Cell) -> list[RayMachine] | None:
         """Until nodes are free for the cell, which are its own then; None where there are too few left."""
         nodes = self._cluster.nodes_per_cell
         while True:
@@ -170,7 +170,7 @@ class _Queue:
                     return None
                 self._changed.wait(WAIT_S)
 
-    def _cell(self, cell: Cell, chosen: list[Machine]) -> None:
+    def _cell(self, cell: Cell, chosen: list[RayMachine]) -> None:
         each, lost = gpus_each(cell, self._cluster.nodes_per_cell), set[str]()
         try:
             try:
@@ -199,7 +199,7 @@ def gpus_of(found: Sequence[Facts], each: int) -> list[Gpu]:
     return chosen
 
 
-def ray_nodes_placed(chosen: Sequence[Machine], each: int) -> contextlib.AbstractContextManager[Nodes]:
+def ray_nodes_placed(chosen: Sequence[RayMachine], each: int) -> contextlib.AbstractContextManager[Nodes]:
     """Those of ray_nodes.py; another in tests."""
     from training_probe.launch import ray_nodes
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from backends import gpus, process
-from backends.launch import LaunchError, Running, Start
+from backends.launch import LaunchError, Running, ServerSpec
 from loadgen.rundir import package_version
 from training_probe.launch.outcome import oom_kills
 from training_probe.launch.runner import STOP_S, MemoryReturn, cores, environment, remove_forsaken_locks
@@ -148,7 +148,7 @@ class Node:
             self._told[name] = path.stat().st_mtime_ns
         if order.gpu_ids:
             remove_forsaken_locks()
-        start = Start(
+        start = ServerSpec(
             run_id=order.name, backend="training_probe", argv=order.argv,
             env={**_network(self._host), **environment(os.environ, order.ranks), **order.env}, port=order.port,
             log=self._directory / LOG_FILE, gpu_ids=order.gpu_ids, stop_s=STOP_S,
@@ -194,7 +194,7 @@ class Node:
 
     def _await_memory(self) -> Status:
         if self._memory is None:
-            self._memory = MemoryReturn(gpus.Probe, _visible(gpus.read()))
+            self._memory = MemoryReturn(gpus.GpuProbe, _visible(gpus.read()))
         return Status(problem=self._memory.wait(threading.Event()))
 
 

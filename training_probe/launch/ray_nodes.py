@@ -22,7 +22,7 @@ from backends.untrusted import printable
 from loadgen import child_env
 from loadgen.cluster import ray_cluster
 from loadgen.cluster.link import NodeLost
-from loadgen.cluster.ray_cluster import ClusterError, Machine
+from loadgen.cluster.ray_cluster import ClusterError, RayMachine
 from training_probe.launch.node import Order, Reply
 from training_probe.launch.nodes import Nodes
 from training_probe.launch.runner import THREADS
@@ -79,7 +79,7 @@ class RayLink:
 
 
 @contextlib.contextmanager
-def placed(chosen: Sequence[Machine], gpus_each: int) -> Iterator[Nodes]:
+def placed(chosen: Sequence[RayMachine], gpus_each: int) -> Iterator[Nodes]:
     """A node process on each of the machines, with so many GPUs of its own; nothing of it is left behind. Raises
     ClusterError and NodeLost."""
     import ray

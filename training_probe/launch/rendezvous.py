@@ -31,7 +31,7 @@ from backends.untrusted import UNDECODABLE, printable
 from loadgen.cluster.link import NodeLost
 from loadgen.cluster.ray_cluster import ClusterError
 from loadgen.config import ConfigError
-from loadgen.event_loop import Stop
+from loadgen.event_loop import StopSignals
 from loadgen.rundir import package_version
 from training_probe.grid import Cell, GridError
 from training_probe.launch import node
@@ -326,7 +326,7 @@ def _ranks(numbers: set[int]) -> str:
 
 def follow(meeting: Meeting, say: Say) -> int:
     """Does what node 0 orders, until it needs this node no more; the exit code. Raises ConfigError and ClusterError."""
-    with contextlib.closing(join(meeting, say)) as channel, Stop() as stop:
+    with contextlib.closing(join(meeting, say)) as channel, StopSignals() as stop:
         stop.on_signal(channel.abort)
         say(f"joined node 0 at {meeting.where} as node {meeting.rank} of {meeting.nodes}; results are kept there")
         try:

@@ -25,11 +25,11 @@ import msgspec
 import loadgen.child_env
 from backends import exit_codes, process
 from backends.exit_codes import FailedError, Stopped
-from backends.gpus import Probe
-from backends.launch import LaunchError, Running, Start
+from backends.gpus import GpuProbe
+from backends.launch import LaunchError, Running, ServerSpec
 from backends.untrusted import UNDECODABLE
 from loadgen.cluster.link import NodeLost
-from loadgen.event_loop import Stop
+from loadgen.event_loop import StopSignals
 from loadgen.monitor.tail import Tail
 from loadgen.rundir import usable_cpus
 from training_probe.launch.outcome import Ended, Evidence, ProcessOutcome, judge, oom_kills
@@ -139,7 +139,7 @@ HERE = Here()
 
 def until_stopped(directory: Path, say: Callable[[str], None], work: Callable[[threading.Event], None]) -> int:
     """Does the work of a measurement, which a signal ends by the event that it is given; the exit code."""
-    cancelled, stop = threading.Event(), Stop()
+    cancelled, stop = threading.Event(), StopSignals()
     try:
         with stop:
             stop.on_signal(cancelled.set)
@@ -150,10 +150,10 @@ def until_stopped(directory: Path, say: Callable[[str], None], work: Callable[[t
     return exit_codes.OK
 
 
-def start_here(job: Job, port: int) -> Start:
+def start_here(job: Job, port: int) -> ServerSpec:
     """The start of a job on this machine alone."""
     directory = job.directory.absolute()
-    return Start(
+    return ServerSpec(
         run_id=directory.name,
         backend="training_probe",
         argv=job.command(python=job.python, processes=job.ranks, port=port, directory=directory),
@@ -474,7 +474,7 @@ class MemoryReturn:
     """Whether the memory of GPUs (NVML indices) has come back after a run: what is still taken would make the next one
     run out of memory. Holds what they used before the first run."""
 
-    def __init__(self, probe: Callable[[Sequence[int]], Probe], gpu_ids: Sequence[int]) -> None:
+    def __init__(self, probe: Callable[[Sequence[int]], GpuProbe], gpu_ids: Sequence[int]) -> None:
         self._probe = probe(gpu_ids)
         self._before = self._used()
 

@@ -164,7 +164,7 @@ class Dependencies:
 
     command: runner.Command = runner.worker_command
     inventory: Callable[[], gpus.Inventory] = gpus.read
-    probe: Callable[[Sequence[int]], gpus.Probe] = gpus.Probe
+    probe: Callable[[Sequence[int]], gpus.GpuProbe] = gpus.GpuProbe
     predictor: Predictor = memory
     node_bytes: Callable[[], int | None] = machine_memory_bytes
     place: Place = HERE

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from loadgen import terminal
 from loadgen.live_view import MAX_LINES, MAX_SPARK, Picture, bar, row
-from loadgen.rundir import Family, MetricSample, Snapshot, write_snapshot
-from loadgen.rundir.series import Series, duration
+from loadgen.rundir import MetricFamily, MetricSample, Snapshot, write_snapshot
+from loadgen.rundir.series import MeasurementSeries, duration
 from training_probe.grid import Cell
 from training_probe.protocol import Step
 from training_probe.results import GIB, CellResult, Outcome
@@ -114,7 +114,7 @@ class Progress:
         directory: Path,
         run_id: str,
         labels: dict[str, str],
-        series: Series,
+        series: MeasurementSeries,
         done: Sequence[CellResult],
         say: Callable[[str], None],
         utilization: Utilization,
@@ -200,7 +200,7 @@ class Progress:
         with contextlib.suppress(OSError):  # a full disk: hours of measuring do not end for want of a gauge
             write_snapshot(self._directory, snapshot)
 
-    def _families(self) -> list[Family]:
+    def _families(self) -> list[MetricFamily]:
         samples: dict[str, list[MetricSample]] = {name: [] for name, _ in _GAUGES}
         for result in self._results:
             _add(samples, _values(result), result, result.cell)
@@ -209,16 +209,16 @@ class Progress:
         outcomes = Counter(result.outcome for result in self._results)
         trained = self._trained.values()
         return [
-            Family(_PREFIX + "steps", "counter", "Optimizer steps, warm-up and searches included.",
+            MetricFamily(_PREFIX + "steps", "counter", "Optimizer steps, warm-up and searches included.",
                    [MetricSample(steps, labels) for labels, steps, _ in trained]),
-            Family(_PREFIX + "tokens", "counter", "Tokens that these steps trained on, all GPUs together.",
+            MetricFamily(_PREFIX + "tokens", "counter", "Tokens that these steps trained on, all GPUs together.",
                    [MetricSample(tokens, labels) for labels, _, tokens in trained]),
-            Family(_PREFIX + "throttled_ratio", "gauge", "Part of a cell in which a GPU's clocks were held back.",
+            MetricFamily(_PREFIX + "throttled_ratio", "gauge", "Part of a cell in which a GPU's clocks were held back.",
                    [*_throttled(self._results)]),
-            *(Family(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
-            Family(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
+            *(MetricFamily(_PREFIX + name, "gauge", what, samples[name]) for name, what in _GAUGES),
+            MetricFamily(_PREFIX + "cells", "gauge", "Cells that are over, by outcome.",
                    [MetricSample(outcomes[outcome], {"outcome": outcome}) for outcome in OUTCOMES]),
-            Family(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(len(self._series))]),
+            MetricFamily(_PREFIX + "cells_planned", "gauge", "Cells of the sweep.", [MetricSample(len(self._series))]),
         ]  # fmt: skip
 
     def _present(self, cell: CellProgress) -> dict[str, float | None]:

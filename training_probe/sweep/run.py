@@ -29,7 +29,7 @@ from backends.untrusted import escaped
 from loadgen import rundir
 from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
-from loadgen.rundir.series import Series
+from loadgen.rundir.series import MeasurementSeries
 from training_probe import own_deepspeed, results
 from training_probe.grid import Cell, impossible
 from training_probe.launch.cluster import Placed, joined
@@ -177,15 +177,15 @@ def check_nodes(manifest: SweepManifest, nodes: int) -> None:
         raise rundir.RunError(f"this sweep was on {manifest.on}, where it goes on; leave --nnodes out.")
 
 
-def _series(manifest: SweepManifest, done: Sequence[CellResult]) -> Series:
-    return Series("cell", [cell.name for cell in manifest.cells], [result.cell for result in done])
+def _series(manifest: SweepManifest, done: Sequence[CellResult]) -> MeasurementSeries:
+    return MeasurementSeries("cell", [cell.name for cell in manifest.cells], [result.cell for result in done])
 
 
 def _measure(
     directory: Path,
     manifest: SweepManifest,
     done: Sequence[CellResult],
-    series: Series,
+    series: MeasurementSeries,
     say: Say,
     around: Dependencies,
 ) -> int:
@@ -211,7 +211,12 @@ class _Measuring:
     """The cells of a sweep, as they are measured; on a cluster several at a time."""
 
     def __init__(
-        self, directory: Path, manifest: SweepManifest, around: Dependencies, progress: Progress, series: Series
+        self,
+        directory: Path,
+        manifest: SweepManifest,
+        around: Dependencies,
+        progress: Progress,
+        series: MeasurementSeries,
     ) -> None:
         self._cancelled = threading.Event()
         waiting = set(series.waiting)

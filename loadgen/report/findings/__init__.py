@@ -21,11 +21,11 @@ from loadgen.report import abandoned, cluster, sessions, sharing, slices
 from loadgen.report.finding import Finding, Severity, share, worst_first
 from loadgen.report.findings import client, server, stream
 from loadgen.report.metrics import PERCENTILES
-from loadgen.report.schema import Numbers, Window
+from loadgen.report.schema import Numbers, SteadyWindow
 from loadgen.rundir import Manifest, contradictions
 from loadgen.rundir.launch_facts import LaunchFacts
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import ClientFacts, Table
+from loadgen.rundir.records import ClientFacts, RequestTable
 from loadgen.steady import flows, keeping_up
 
 # p99 is a statement about the slowest hundredth. When more than a hundredth of the requests have no latency at all, the
@@ -52,8 +52,8 @@ PERCENTILE_MISS_PROBABILITY = 0.025
 
 def find(
     numbers: Numbers,
-    table: Table,
-    measured: Table,
+    table: RequestTable,
+    measured: RequestTable,
     facts: Sequence[ClientFacts],
     manifest: Manifest,
     doubts: Sequence[str] = (),
@@ -121,7 +121,7 @@ def _contradictions(*clauses: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _server_ended(launch: LaunchFacts | None, measured: Table) -> Iterator[Finding]:
+def _server_ended(launch: LaunchFacts | None, measured: RequestTable) -> Iterator[Finding]:
     ended, since = UNSET if launch is None else launch.ended, _silent_since(measured)
     if ended is UNSET and since is None:
         return
@@ -137,7 +137,7 @@ def _server_ended(launch: LaunchFacts | None, measured: Table) -> Iterator[Findi
     )
 
 
-def _silent_since(measured: Table) -> tuple[float, int] | None:
+def _silent_since(measured: RequestTable) -> tuple[float, int] | None:
     """When the last request ended ok, seconds of the run, and how many failed after it, where chance alone would not
     have let all of them fail."""
     ok, failed = measured.ok, ~measured.ok & ~np.isin(measured.outcome, [OUTCOMES.index(each) for each in _NOT_FAILED])
@@ -161,7 +161,7 @@ def _lost_processes(manifest: Manifest) -> int:
     return 0 if manifest.cluster is None else sum(node.client_processes for node in manifest.cluster.lost)
 
 
-def _cold(measured: Table) -> Iterator[Finding]:
+def _cold(measured: RequestTable) -> Iterator[Finding]:
     """Requests that met a server without its model."""
     cold = sum((record.load_us or 0) > COLD_LOAD_US for record in measured.server.values())
     if cold:
@@ -183,7 +183,7 @@ def _insecure(manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _count(measured: Table, *outcomes: str) -> int:
+def _count(measured: RequestTable, *outcomes: str) -> int:
     return int(np.isin(measured.outcome, [OUTCOMES.index(outcome) for outcome in outcomes]).sum())
 
 
@@ -199,7 +199,7 @@ def _imported(manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
+def _completeness(manifest: Manifest, measured: RequestTable, facts: Sequence[ClientFacts]) -> Iterator[Finding]:
     if manifest.imported is not None:
         return
     planned, interrupted = manifest.requests_planned, any(fact.state == "interrupted" for fact in facts)
@@ -230,7 +230,7 @@ def _completeness(manifest: Manifest, measured: Table, facts: Sequence[ClientFac
         )
 
 
-def _dropped(measured: Table) -> Iterator[Finding]:
+def _dropped(measured: RequestTable) -> Iterator[Finding]:
     dropped = _count(measured, "dropped")
     if not dropped:
         return
@@ -248,7 +248,7 @@ def _dropped(measured: Table) -> Iterator[Finding]:
     )
 
 
-def _warm_up(table: Table, sent: int) -> Iterator[Finding]:
+def _warm_up(table: RequestTable, sent: int) -> Iterator[Finding]:
     """sent: how many of the first rows are the warm-up's."""
     failed = sent - int(table.ok[:sent].sum()) - _count(table.rows(0, sent), "cancelled")  # with the run
     if failed:
@@ -261,7 +261,7 @@ def _warm_up(table: Table, sent: int) -> Iterator[Finding]:
         )
 
 
-def _failures(measured: Table) -> Iterator[Finding]:
+def _failures(measured: RequestTable) -> Iterator[Finding]:
     if measured.abandoned.any():
         measured = measured.select(~measured.abandoned)
     ok = int(measured.ok.sum())
@@ -285,7 +285,7 @@ def _failures(measured: Table) -> Iterator[Finding]:
         yield from _survivors(measured, lost)
 
 
-def _survivors(measured: Table, lost: int) -> Iterator[Finding]:
+def _survivors(measured: RequestTable, lost: int) -> Iterator[Finding]:
     """Latencies cover requests that ended ok; what if the others count as endless?"""
     latencies = np.sort((measured.done_ns - measured.sent_ns)[measured.ok]) / 1e6
     rank = math.ceil(0.99 * len(measured)) - 1  # nearest rank among all requests, the lost ones last
@@ -313,7 +313,7 @@ def _goodput(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _other_models(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+def _other_models(numbers: Numbers, measured: RequestTable) -> Iterator[Finding]:
     """Replies that name another model: a gateway's fallback, a router's alias, or a name with its date."""
     others = len(measured.models)
     if not others:
@@ -345,7 +345,7 @@ def _piece_tokens(backend: str) -> int | None:
     return backends.get(backend).piece_tokens if backend in backends.available() else None
 
 
-def _lengths(measured: Table, numbers: Numbers) -> Iterator[Finding]:
+def _lengths(measured: RequestTable, numbers: Numbers) -> Iterator[Finding]:
     for code, counted, requested, noun in (
         ("PROMPT_LENGTH", measured.prompt_tokens, measured.asked_prompt_tokens, "prompt"),
         ("OUTPUT_LENGTH", measured.output_tokens, measured.asked_tokens, "output"),
@@ -375,7 +375,7 @@ def _lengths(measured: Table, numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _counts(measured: Table) -> Iterator[Finding]:
+def _counts(measured: RequestTable) -> Iterator[Finding]:
     ok = int(measured.ok.sum())
     missing = int((measured.output_tokens[measured.ok] == -1).sum())
     if missing:
@@ -397,7 +397,7 @@ def _counts(measured: Table) -> Iterator[Finding]:
         )
 
 
-def _repeated(measured: Table, manifest: Manifest) -> Iterator[Finding]:
+def _repeated(measured: RequestTable, manifest: Manifest) -> Iterator[Finding]:
     prompts, of_sessions = manifest.dataset_prompts, len(np.unique(measured.session[measured.turn > 0]))
     sent = (of_sessions or len(measured)) + int(manifest.config.get("warmup", 0))
     if prompts and sent > prompts:
@@ -526,7 +526,7 @@ def _transient(numbers: Numbers) -> Iterator[Finding]:
         yield Finding(code="TRANSIENT", severity="warning", message=sentences[0], advice=sentences[1])
 
 
-def _beside_window(numbers: Numbers, window: Window) -> tuple[str, str] | None:
+def _beside_window(numbers: Numbers, window: SteadyWindow) -> tuple[str, str] | None:
     """By what the whole run differs from its steady state, beyond chance."""
     name = "output_tokens_per_s" if "output_tokens_per_s" in window.throughput else "requests_per_s"
     pairs = {

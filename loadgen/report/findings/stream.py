@@ -16,7 +16,7 @@ from loadgen.report.finding import Finding, share
 from loadgen.report.findings.client import TTFT_LAG_WARNING_RATIO
 from loadgen.report.schema import Numbers
 from loadgen.rundir import groups, pace
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 # Gaps of exactly zero shared one read of the socket. The aim is below half a percent; above five, the low percentiles
 # and the spread of itl are made by reading, not by the server.
@@ -54,7 +54,7 @@ NO_DELAY = {
 }
 
 
-def find(numbers: Numbers, measured: Table) -> list[Finding]:
+def find(numbers: Numbers, measured: RequestTable) -> list[Finding]:
     acks = list(_delayed_acks(numbers, measured))
     return [*acks, *_events(numbers, measured, waited_for_acks(acks))]
 
@@ -64,18 +64,18 @@ def waited_for_acks(found: list[Finding]) -> bool:
     return any(finding.code == "DELAYED_ACK" and finding.severity == "invalid" for finding in found)
 
 
-def is_delivery(measured: Table) -> bool:
+def is_delivery(measured: RequestTable) -> bool:
     """Whether ttft is the time of a delivery: most replies, or their beginnings, came in too few reads to show their
     first token, or on a clock."""
     few_reads = metrics.bent(measured) | metrics.held(measured)
     return _are_deliveries(int(few_reads.sum()), measured) or groups.clock_us(measured) is not None
 
 
-def _are_deliveries(bent: int, measured: Table) -> bool:
+def _are_deliveries(bent: int, measured: RequestTable) -> bool:
     return bent > BUFFERED_INVALID_RATIO * _replies(measured)
 
 
-def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding]:
+def _events(numbers: Numbers, measured: RequestTable, waited: bool) -> Iterator[Finding]:
     """waited: for ACKs, which is then why beginnings were held back."""
     bent = metrics.bent(measured)
     few_reads = int(bent.sum())
@@ -93,7 +93,7 @@ def _events(numbers: Numbers, measured: Table, waited: bool) -> Iterator[Finding
     yield from _merged(measured)
 
 
-def _was_late(numbers: Numbers, measured: Table, bent: NDArray[np.bool_]) -> bool:
+def _was_late(numbers: Numbers, measured: RequestTable, bent: NDArray[np.bool_]) -> bool:
     """Whether the client's own lag explains the pauses between the reads of the replies that are `bent` (n,); where
     they have none, whether it was late by more than a token takes."""
     lag_ms = None if numbers.client is None else numbers.client.loop_lag_p99_ms
@@ -107,17 +107,17 @@ def _was_late(numbers: Numbers, measured: Table, bent: NDArray[np.bool_]) -> boo
     return token_ms is not None and lag_ms > token_ms
 
 
-def _replies(measured: Table) -> int:
+def _replies(measured: RequestTable) -> int:
     return int((measured.ok & (measured.events > 0)).sum())
 
 
-def _left_out(metric: str, those: int, measured: Table) -> str:
+def _left_out(metric: str, those: int, measured: RequestTable) -> str:
     if those > metrics.UNKNOWN_RATIO * _replies(measured):
         return f"{metric} cannot be known"
     return f"{metric} leaves them out"
 
 
-def _buffered(measured: Table, bent: int, waited: bool) -> Iterator[Finding]:
+def _buffered(measured: RequestTable, bent: int, waited: bool) -> Iterator[Finding]:
     """Something between kept replies, or parts of them, and sent them on in one piece."""
     why, end = "a proxy holds the stream back, or the server sends it in pieces", PASS_ON
     if waited:
@@ -141,7 +141,7 @@ def _buffered(measured: Table, bent: int, waited: bool) -> Iterator[Finding]:
     )
 
 
-def _held(measured: Table) -> Iterator[Finding]:
+def _held(measured: RequestTable) -> Iterator[Finding]:
     """Something between held the beginning of replies back, and passed the rest on."""
     held, replies = int(metrics.held(measured).sum()), _replies(measured)
     if _are_deliveries(held, measured):
@@ -155,7 +155,7 @@ def _held(measured: Table) -> Iterator[Finding]:
         )
 
 
-def _clocked(measured: Table) -> Iterator[Finding]:
+def _clocked(measured: RequestTable) -> Iterator[Finding]:
     """Something between let go of events on a timer, whatever had come."""
     period_us = groups.clock_us(measured)
     if period_us is not None:
@@ -182,7 +182,7 @@ def _at_once(numbers: Numbers) -> Iterator[Finding]:
         )
 
 
-def _hidden(measured: Table, hidden: NDArray[np.bool_]) -> Iterator[Finding]:
+def _hidden(measured: RequestTable, hidden: NDArray[np.bool_]) -> Iterator[Finding]:
     """The server counts more tokens than the events show."""
     hidden &= measured.output_tokens > measured.events
     count, replies = int(hidden.sum()), _replies(measured)
@@ -201,7 +201,7 @@ def _hidden(measured: Table, hidden: NDArray[np.bool_]) -> Iterator[Finding]:
     )
 
 
-def _extra(measured: Table) -> Iterator[Finding]:
+def _extra(measured: RequestTable) -> Iterator[Finding]:
     """More events than tokens: some of them were no token, and one of these may have been the first."""
     counted = measured.ok & (measured.output_tokens >= 0)
     extra = counted & (measured.events > measured.output_tokens * (1 + pace.AGREE_RATIO))
@@ -221,7 +221,7 @@ def _extra(measured: Table) -> Iterator[Finding]:
     )
 
 
-def _delayed_acks(numbers: Numbers, measured: Table) -> Iterator[Finding]:
+def _delayed_acks(numbers: Numbers, measured: RequestTable) -> Iterator[Finding]:
     """The server, or a proxy, waits with small writes for the client's ACK, which its kernel delays."""
     wire, ttft_ms = numbers.wire, numbers.metrics["ttft_ms"].p50 or 0.0
     changes = wire is None or wire.events_per_read - wire.events_per_read_quick > QUICK_CHANGES_EVENTS
@@ -248,7 +248,7 @@ def _delayed_acks(numbers: Numbers, measured: Table) -> Iterator[Finding]:
     )
 
 
-def _waited_for_acks(measured: Table) -> int:
+def _waited_for_acks(measured: RequestTable) -> int:
     """Replies in which several events came in one read, a delayed ACK's time after the headers, or after the read
     before where reads are usually closer together."""
     gaps_us = measured.itl_us
@@ -272,7 +272,7 @@ def _is_delayed(pauses_us: NDArray[Any]) -> NDArray[np.bool_]:
     return delayed
 
 
-def _reads(numbers: Numbers, measured: Table, few_reads: int) -> Iterator[Finding]:
+def _reads(numbers: Numbers, measured: RequestTable, few_reads: int) -> Iterator[Finding]:
     """few_reads: how many replies a late client read in too few reads to show their pace."""
     gaps = len(measured.itl_us)
     zero = gaps - int(np.count_nonzero(measured.itl_us))
@@ -306,7 +306,7 @@ def _reads(numbers: Numbers, measured: Table, few_reads: int) -> Iterator[Findin
             )
 
 
-def _groups_matter(numbers: Numbers, measured: Table, shortest_us: float) -> bool:
+def _groups_matter(numbers: Numbers, measured: RequestTable, shortest_us: float) -> bool:
     """Whether nearly all events came in groups that move ttft, or tpot, by more than is allowed."""
     short = began = several = 0
     pauses_us = 0.0
@@ -327,7 +327,7 @@ def _groups_matter(numbers: Numbers, measured: Table, shortest_us: float) -> boo
     return waited_ms > GROUPED_INVALID_RATIO * ttft_ms or in_group - 1 > GROUP_INVALID_RATIO * in_reply
 
 
-def _merged(measured: Table) -> Iterator[Finding]:
+def _merged(measured: RequestTable) -> Iterator[Finding]:
     counted = measured.ok & (measured.events > 0) & (measured.output_tokens > 0)
     events, tokens = int(measured.events[counted].sum()), int(measured.output_tokens[counted].sum())
     if events < (1 - MERGED_EVENTS_RATIO) * tokens:

@@ -26,7 +26,7 @@ from loadgen.report.pages.parts import Curve, rounded
 from loadgen.report.pages.series import Values
 from loadgen.report.schema import Report
 from loadgen.rundir import Manifest
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 LATENCIES = {
     "ttft_ms": "Time to first token (ttft)",
@@ -57,17 +57,17 @@ class Shown:
     name: str
     report: Report
     manifest: Manifest
-    measured: Table
+    measured: RequestTable
     samples: Samples = ()
     place: int = 0
-    under_way: Table | None = None
+    under_way: RequestTable | None = None
 
     @property
     def rules(self) -> Convention:
         return CONVENTIONS[self.report.convention]
 
     @cached_property
-    def in_blocks(self) -> list[Table]:
+    def in_blocks(self) -> list[RequestTable]:
         """As its intervals see it."""
         return intervals.parts(self.measured, self.report.arrival)
 

@@ -40,7 +40,7 @@ ONE_BY_ONE = "Each interval is of one metric alone: of twenty metrics that do no
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonDetails:
     """What the page shows beside the comparison. samples: the latencies of each side, and origins: of both, by "A" and
     "B". hrefs: of the page of each run, by its directory. checks: the gate's, none where no limit was given."""
 
@@ -54,7 +54,7 @@ class Compared:
 def write(file: Path, comparison: Comparison, checks: Sequence[Check], argv: Sequence[str]) -> None:
     """Reads the runs once more for their distributions. Raises ReportError, RunError or RecordsError."""
     sides = {letter: [Path(run.directory) for run in side.runs] for letter, side in _sides(comparison)}
-    compared = Compared(
+    compared = ComparisonDetails(
         samples={letter: repeats.pooled(paths) for letter, paths in sides.items()},
         origins={letter: several.origin(paths) for letter, paths in sides.items()},
         hrefs={str(path): several.href(path, file.absolute().parent) for paths in sides.values() for path in paths},
@@ -67,14 +67,14 @@ def write(file: Path, comparison: Comparison, checks: Sequence[Check], argv: Seq
 def of(comparison: Comparison, checks: Sequence[Check] = ()) -> Document:
     """The comparison without distributions, as text shows it."""
     origins = {letter: "emulated" if side.emulated else "" for letter, side in _sides(comparison)}
-    return page(comparison, Compared({"A": {}, "B": {}}, origins, {}, checks))
+    return page(comparison, ComparisonDetails({"A": {}, "B": {}}, origins, {}, checks))
 
 
 def gate_section(comparison: Comparison, checks: Sequence[Check]) -> Section:
     return gate.section(checks, compare.warnings(comparison), compare.conclusion(comparison)[0])
 
 
-def page(comparison: Comparison, compared: Compared) -> Document:
+def page(comparison: Comparison, compared: ComparisonDetails) -> Document:
     origin = parts.shared_origin(compared.origins.values())
     verdict, tone = _verdict(comparison, compared.checks)
     curves = {f"{letter}: {_name(side)}": compared.samples[letter] for letter, side in _sides(comparison)}
@@ -133,7 +133,7 @@ def _verdict(comparison: Comparison, checks: Sequence[Check]) -> tuple[str, Tone
     return sentence, TONES.get(which, "plain")
 
 
-def _runs(comparison: Comparison, compared: Compared) -> Table:
+def _runs(comparison: Comparison, compared: ComparisonDetails) -> Table:
     rows: list[list[Cell]] = [
         [
             several.linked(f"{letter}: {run.directory}", compared.hrefs.get(run.directory, "")), several.state(run),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loadgen.report import metrics
 from loadgen.report.metrics import CONVENTIONS, GOODPUT, PERCENTILES, RATES, Convention, Counted, Distribution
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from loadgen.steady import blocks, flows
 from loadgen.steady.blocks import NORMAL_975, Bounds
 
@@ -39,7 +39,7 @@ OWN_RULES = CONVENTIONS["loadgen"]
 Values = NDArray[np.float64]
 
 
-def parts(measured: Table, arrival: str) -> list[Table]:
+def parts(measured: RequestTable, arrival: str) -> list[RequestTable]:
     """The blocks of a run: the requests of each that ended ok, by when they were sent; none where it holds too few."""
     ok = measured.ok & (measured.sent_ns != -1)
     if not ok.any():
@@ -54,12 +54,12 @@ def parts(measured: Table, arrival: str) -> list[Table]:
     return found if min(map(len, found)) > 1 else []
 
 
-def tail_moments(measured: Table, arrival: str) -> float:
+def tail_moments(measured: RequestTable, arrival: str) -> float:
     """As `blocks` counts them, of a run whose requests came so."""
     return _counted(blocks.tail_moments, measured, arrival)
 
 
-def _counted(count: Callable[..., float], measured: Table, arrival: str) -> float:
+def _counted(count: Callable[..., float], measured: RequestTable, arrival: str) -> float:
     ok = measured.ok & (measured.sent_ns != -1)
     if not ok.any():
         return 0.0
@@ -70,8 +70,8 @@ def _counted(count: Callable[..., float], measured: Table, arrival: str) -> floa
 
 
 def of_metric(
-    measured: Table,
-    in_blocks: Sequence[Table],
+    measured: RequestTable,
+    in_blocks: Sequence[RequestTable],
     name: str,
     rules: Convention,
     statistics: Sequence[str] = STATISTICS,
@@ -114,8 +114,8 @@ def _at(sample: Distribution, share: float) -> float:
 
 
 def of_rates(
-    measured: Table,
-    in_blocks: Sequence[Table],
+    measured: RequestTable,
+    in_blocks: Sequence[RequestTable],
     values: Mapping[str, float | None],
     slos: Mapping[str, float],
     arrival: str,
@@ -139,7 +139,7 @@ def of_rates(
     return bounds
 
 
-def work(measured: Table, slos: Mapping[str, float]) -> dict[str, Values]:
+def work(measured: RequestTable, slos: Mapping[str, float]) -> dict[str, Values]:
     """What each ok request gave to each rate (n,), and last its latency in ms. slos: limits of goodput."""
     ok = measured.ok
     prompt, output = (np.maximum(tokens[ok], 0) for tokens in (measured.prompt_tokens, measured.output_tokens))
@@ -154,7 +154,7 @@ def work(measured: Table, slos: Mapping[str, float]) -> dict[str, Values]:
     return {name: values.astype(np.float64) for name, values in gave.items()}
 
 
-def rate_noise(measured: Table, arrival: str) -> float:
+def rate_noise(measured: RequestTable, arrival: str) -> float:
     """Standard deviation of a rate, as a ratio to it, by the run's end and by arrivals that were drawn."""
     seconds, latency_ms = metrics.duration_s(measured, OWN_RULES), work(measured, {})[LATENCY]
     if seconds is None or len(latency_ms) < 2:

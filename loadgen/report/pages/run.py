@@ -18,7 +18,7 @@ from loadgen.document.content import (
     Code,
     Document,
     Items,
-    Listed,
+    ListItem,
     Section,
     Table,
     Text,
@@ -222,7 +222,9 @@ def _numbers(run: Shown) -> Iterator[Block]:
         caption = f"The server's own times, as {sources} have them"
         yield Table(headers=list(text.STAMP_HEADS), rows=list(text.stamp_rows(report.stamps)), caption=caption)
     yield Table(headers=["outcome", "requests"], rows=outcomes, caption="Requests by outcome")
-    yield Items(items=[Listed(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))])
+    yield Items(
+        items=[ListItem(head, rest) for head, _, rest in (s.partition(": ") for s in text.summary_lines(report))]
+    )
 
 
 def rates(runs: Sequence[Shown]) -> Table:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from loadgen.document.content import Block, Cell, Code, Document, Items, Link, Listed, Section, Table, Text, Tone, cell
+from loadgen.document.content import (
+    Block,
+    Cell,
+    Code,
+    Document,
+    Items,
+    Link,
+    ListItem,
+    Section,
+    Table,
+    Text,
+    Tone,
+    cell,
+)
 from loadgen.report import text
 from loadgen.report.pages import charts, intervals, parts, run
 from loadgen.report.pages.charts import Shown
@@ -40,7 +53,7 @@ def page(runs: Sequence[Shown], hrefs: Sequence[str]) -> Document:
 def _verdicts(runs: Sequence[Shown]) -> Items:
     return Items(
         items=[
-            Listed(
+            ListItem(
                 head=f"{each.name}: {text.verdict_line(each.report)}",
                 text=" ".join(f.message for f in each.report.verdict.findings if f.severity != "info"),
                 tone=run.tone(each.report),

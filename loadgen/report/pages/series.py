@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loadgen.report import metrics
 from loadgen.report.metrics import Convention, Distribution
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 
 MAX_STEPS = 2000  # of a CDF: a figure 600 pixels high cannot show more
 MOST_BINS = 120  # of a rate
@@ -52,12 +52,12 @@ def thinned(x: Values, y: Values, most: int = MOST_OTHERS) -> NDArray[np.int64]:
     return np.unique(np.concatenate((*extremes, others, [len(x) - 1])))
 
 
-def end_s(measured: Table) -> float:
+def end_s(measured: RequestTable) -> float:
     """How long a time axis is that holds the run."""
     return max(float(max(measured.done_ns.max(initial=0), measured.scheduled_ns.max(initial=0))) / 1e9, 1e-3)
 
 
-def in_flight(measured: Table) -> tuple[Values, NDArray[np.int64]]:
+def in_flight(measured: RequestTable) -> tuple[Values, NDArray[np.int64]]:
     """When the number of requests in flight changed, in seconds, ascending, and what it was from then on."""
     sent = measured.sent_ns != -1
     ended = sent & (measured.done_ns != -1)
@@ -75,7 +75,7 @@ def rates(at_ns: NDArray[np.int64], end_s: float, bins: int = MOST_BINS) -> tupl
     return edges, counts / np.diff(edges)
 
 
-def flows(measured: Table) -> Mapping[str, NDArray[np.int64]]:
+def flows(measured: RequestTable) -> Mapping[str, NDArray[np.int64]]:
     """When requests were due and when they finished, in ns, by what a curve of their rate is called."""
     due = "due" if (measured.turn > 0).any() else "offered"  # when a later turn is due hangs on replies
     follows = (measured.turn > 1) & (measured.sent_ns == -1)  # after a turn that failed: never really due
@@ -85,7 +85,7 @@ def flows(measured: Table) -> Mapping[str, NDArray[np.int64]]:
     return {due: measured.scheduled_ns[~follows], "finished": finished_ns}
 
 
-def ttft(measured: Table, rules: Convention) -> tuple[NDArray[np.int64], Values]:
+def ttft(measured: RequestTable, rules: Convention) -> tuple[NDArray[np.int64], Values]:
     """The requests that ended ok and have a ttft: their rows in order of when they were due (n,), and it in ms (n,)."""
     ttft_ms = metrics.column(measured, "ttft_ms", rules)
     rows = np.flatnonzero(measured.ok & ~np.isnan(ttft_ms))

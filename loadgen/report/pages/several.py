@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen import rundir
-from loadgen.document.content import Block, Cell, Items, Link, Listed, Table, Tone
+from loadgen.document.content import Block, Cell, Items, Link, ListItem, Table, Tone
 from loadgen.report import text
 from loadgen.report.metrics import Distribution
 from loadgen.report.pages import parts
@@ -79,7 +79,7 @@ def findings(runs: Sequence[RunVerdict], *, counted: bool = False) -> list[Block
     counted: numbers hold also runs that did not finish."""
     unfinished = [run.directory for run in runs if not run.finished]
     head = "not finished" if counted else "not finished, in no number"
-    items = [Listed(head, ", ".join(unfinished), tone="warning")] if unfinished else []
+    items = [ListItem(head, ", ".join(unfinished), tone="warning")] if unfinished else []
     severities: tuple[tuple[str, Tone], ...] = (("INVALID", "bad"), ("warning", "warning"))
     for severity, tone in severities:
         by_code: dict[str, dict[str, str]] = {}
@@ -91,13 +91,13 @@ def findings(runs: Sequence[RunVerdict], *, counted: bool = False) -> list[Block
     return [Items(items)] if items else []
 
 
-def _finding(head: str, messages: Mapping[str, str], runs: int, tone: Tone) -> Listed:
+def _finding(head: str, messages: Mapping[str, str], runs: int, tone: Tone) -> ListItem:
     """messages: of the runs that have the finding, by their directories. One of them stands for all."""
     first, message = next(iter(messages.items()))
     if runs == 1:
-        return Listed(head, message, tone=tone)
+        return ListItem(head, message, tone=tone)
     where = first if len(messages) == 1 else f"{len(messages)} of {runs} runs, such as {first}"
-    return Listed(head, f"in {where}: {message}", tone=tone)
+    return ListItem(head, f"in {where}: {message}", tone=tone)
 
 
 def state(run: RunVerdict) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.document.content import Cell, Chart, Code, Document, Items, Listed, Number, Section, Series, Table, cell
+from loadgen.document.content import Cell, Chart, Code, Document, Items, ListItem, Number, Section, Series, Table, cell
 from loadgen.report import sweeps
 from loadgen.report.metrics import ITEMS, Distribution
 from loadgen.report.pages import several
@@ -55,7 +55,7 @@ def page(
     """samples: the latencies of each point by its value. hrefs: of the page of each run, by its directory."""
     begun = [run for run in swept.runs if run.state != "waiting"]
     values = {point.value: f"{swept.plan.varies} {point.value}" for point in swept.points}
-    remarks = Items([Listed("", remark) for remark in sweeps.remarks(swept)])
+    remarks = Items([ListItem("", remark) for remark in sweeps.remarks(swept)])
     curves = {values[value]: of for value, of in samples.items()}
     items = sweeps.of_items(swept)
     return Document(

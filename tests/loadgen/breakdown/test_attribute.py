@@ -159,7 +159,7 @@ def test_a_rotation_with_half_a_name(tmp_path: Path) -> None:
     ],
 )
 def test_annotations_of_vllm(annotation: str, prefills: int, batch: int) -> None:
-    (mark,) = steps.step_marks([trace.Span(annotation, "user_annotation", 1, 0.0, 1.0)])
+    (mark,) = steps.step_marks([trace.TraceSpan(annotation, "user_annotation", 1, 0.0, 1.0)])
     assert (mark.prefills, mark.batch) == (prefills, batch)
 
 

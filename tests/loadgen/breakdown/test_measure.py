@@ -24,7 +24,7 @@ from backends.protocol import ServerInfo
 from loadgen import cli, rundir, trace
 from loadgen.breakdown import measure, page, tables
 from loadgen.breakdown.measure import Watched
-from loadgen.breakdown.tables import Breakdown
+from loadgen.breakdown.tables import StepBreakdown
 from loadgen.config import Config, ConfigError
 from loadgen.document import files
 from loadgen.plan import plan_run
@@ -215,7 +215,7 @@ def test_the_first_gpus_trace_is_kept_once_it_is_whole(tmp_path: Path) -> None:
     path = place / "dp0_pp0_tp0_rank0.2.pt.trace.json.gz"
     path.write_bytes(whole[: len(whole) // 2])
 
-    async def collected() -> list[trace.Span]:
+    async def collected() -> list[trace.TraceSpan]:
         waiting = asyncio.ensure_future(measure.collect(place, tmp_path / "trace.json.gz", 20.0))
         await asyncio.sleep(1.2)
         assert not waiting.done()
@@ -256,7 +256,7 @@ def measured(tmp_path: Path) -> Path:
             emulated=False, arrival="concurrency:12", machine=rundir.this_machine(),
         ),
     )  # fmt: skip
-    kept = Breakdown(
+    kept = StepBreakdown(
         emulated=False, backend="vllm 0.9", model="llama", hardware="1 x GPU", batch=8, prompt_tokens=512,
         context_tokens=600.0, step_ms=9.0, kinds={"Unrecognised": 9.0}, parts={"Not assigned": 9.0}, layers=None,
         steps=2, delimited_by="execute annotations", form="graph", client_ms=0.4, client_before_ms=0.3,

@@ -9,15 +9,15 @@ import msgspec
 
 from loadgen.breakdown import page as breakdown_page
 from loadgen.breakdown import tables
-from loadgen.breakdown.tables import Breakdown, Kernel
+from loadgen.breakdown.tables import Kernel, StepBreakdown
 from loadgen.document import files, html
 from tests.loadgen.report.pages.contents import blocks_of
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.test_build import HOSTILE
 
 
-def measured(**changes: object) -> Breakdown:
-    kept = Breakdown(
+def measured(**changes: object) -> StepBreakdown:
+    kept = StepBreakdown(
         emulated=False, backend="vllm 0.9", model="llama", hardware="1 x GPU", batch=8, prompt_tokens=512,
         context_tokens=600.0, step_ms=10.0, kinds={"GEMM": 6.0, "Attention": 3.0, "Idle": 1.0},
         parts={"Attention blocks": 4.0, "FFN blocks": 5.0, "Between steps": 1.0}, layers=32, steps=20,

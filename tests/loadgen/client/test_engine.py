@@ -16,14 +16,14 @@ import pytest
 from backends.protocol import Sampling
 from loadgen.client import engine
 from loadgen.client.connection import Connection
-from loadgen.client.engine import Client, Job, build_client, run_here
+from loadgen.client.engine import Client, ClientJob, build_client, run_here
 from loadgen.client.workers import run_in_workers
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
-from loadgen.plan import Plan, PromptSource, Timeouts
+from loadgen.plan import ClientPlan, PromptSource, Timeouts
 from loadgen.rundir import WriteError, records
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import ClientFacts, Table
+from loadgen.rundir.records import ClientFacts, RequestTable
 from loadgen.target import Target, TransportError
 from tests.loadgen.load.loads import load
 from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, scripted, tokens
@@ -31,17 +31,17 @@ from tests.loadgen.scripted import CLOSE, STREAM_HEAD, Scripted, chunk, event, s
 OF_THE_LOAD = ("requests", "duration", "concurrency", "input_tokens", "output_tokens", "prefix", "cancel", "seed")
 
 
-def plan(url: str, arrival: str = "burst", **options: Any) -> Plan:
+def plan(url: str, arrival: str = "burst", **options: Any) -> ClientPlan:
     """Some options are of the load, as on the command line; the others of the job."""
     described = {"requests": 20, "input_tokens": 4, "output_tokens": 3, "seed": 1}
     described |= {name: options.pop(name) for name in OF_THE_LOAD if name in options}
     if described.get("concurrency") is None:
         described["arrival"] = arrival
-    values = Job(
+    values = ClientJob(
         run_id="r", version="0", model="m", sampling=Sampling(3), load=load(**described), warmup=0,
         timeouts=Timeouts(2.0, 2.0, 2.0, 5.0),
     )  # fmt: skip
-    return Plan(
+    return ClientPlan(
         job=msgspec.structs.replace(values, **options),
         backend="vllm",
         target=Target(url),
@@ -68,7 +68,7 @@ def ran(world_script, tmp_path: Path, workers: int = 1, transport: str = "fast",
     return world, table, facts
 
 
-def outcomes(table: Table) -> Counter[str]:
+def outcomes(table: RequestTable) -> Counter[str]:
     return Counter(OUTCOMES[code] for code in table.outcome)
 
 

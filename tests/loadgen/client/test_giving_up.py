@@ -13,7 +13,7 @@ import pytest
 from loadgen.client import retries
 from loadgen.client.exchange import Exchange
 from loadgen.load.choices import Cancels
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from tests.loadgen.client.test_engine import outcomes, ran
 from tests.loadgen.scripted import STREAM_HEAD, Script, chunk, event, tokens
 
@@ -73,7 +73,7 @@ def refusal(status: int, header: str = "") -> bytes:
     return f"HTTP/1.1 {status} No\r\n{field}Content-Length: 2\r\n\r\n{{}}".encode()
 
 
-def waited_s(table: Table) -> list[float]:
+def waited_s(table: RequestTable) -> list[float]:
     (resent,) = table.resent_ns.values()
     return (np.diff([int(table.sent_ns[0]), *resent]) / 1e9).tolist()
 

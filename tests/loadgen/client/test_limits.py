@@ -13,7 +13,7 @@ from backends.protocol import ServerInfo
 from loadgen import rundir
 from loadgen.client import limits
 from loadgen.config import Config, ConfigError
-from loadgen.plan import Plan, plan_run
+from loadgen.plan import ClientPlan, plan_run
 from loadgen.rundir import Ceiling
 from loadgen.target import Target
 from tests.loadgen.load.loads import load
@@ -51,7 +51,7 @@ def test_the_events_that_a_load_brings(options: dict[str, Any], pace_ms: float |
     assert load(**options).events_per_s(pace_ms) == pytest.approx(events_per_s, rel=0.02)
 
 
-def burst(requests: int, stream: bool = True, **options: Any) -> Plan:
+def burst(requests: int, stream: bool = True, **options: Any) -> ClientPlan:
     config = Config(backend="openai", url="http://a", requests=requests, output_tokens="128", stream=stream, **options)
     return plan_run(config, backends.get("openai"), Target(""), ServerInfo("m"), "run")
 

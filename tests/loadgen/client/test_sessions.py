@@ -19,7 +19,7 @@ from loadgen.client.engine import build_client, run_here
 from loadgen.client.workers import run_in_workers
 from loadgen.clock import now_ns
 from loadgen.event_loop import run_loop
-from loadgen.plan import Job, Plan, PromptSource, Timeouts
+from loadgen.plan import ClientJob, ClientPlan, PromptSource, Timeouts
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
 from loadgen.target import Target
@@ -84,13 +84,13 @@ def lightllm_reply(number: int) -> Script:
     return [STREAM_HEAD, *(chunk(event(place)) for place in range(OUTPUT)), END]
 
 
-def plan(url: str, backend: str = "vllm", session_header: str | None = None, **options: Any) -> Plan:
+def plan(url: str, backend: str = "vllm", session_header: str | None = None, **options: Any) -> ClientPlan:
     drawn = load(**(OF_THE_LOAD | {"output_tokens": OUTPUT, "seed": 3} | options))
-    job = Job(
+    job = ClientJob(
         run_id="r", version="0", model="m", sampling=Sampling(OUTPUT, returns_token_ids=True), load=drawn, warmup=0,
         timeouts=Timeouts(2.0, 2.0, 2.0, 5.0), session_header=session_header,
     )  # fmt: skip
-    return Plan(
+    return ClientPlan(
         job=job, backend=backend, target=Target(url), transport="fast", fresh=False, kernel_timestamps=False,
         prompts=PromptSource(),
     )  # fmt: skip
@@ -98,10 +98,10 @@ def plan(url: str, backend: str = "vllm", session_header: str | None = None, **o
 
 def played(
     script: Callable[[int], Script], out: Path, backend: str = "vllm", workers: int = 1, **options: Any
-) -> tuple[Plan, Scripted, list[dict[str, Any]]]:
+) -> tuple[ClientPlan, Scripted, list[dict[str, Any]]]:
     """The plan, what the server saw, and the records in the order of their ids."""
 
-    async def story() -> tuple[Plan, Scripted]:
+    async def story() -> tuple[ClientPlan, Scripted]:
         async with scripted(script) as world:
             the_plan = plan(world.url, backend, **options)
             if workers == 1:

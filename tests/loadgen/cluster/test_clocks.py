@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.clock import now_ns
-from loadgen.cluster.clocks import Clock, Echo, Look, Pinger
+from loadgen.cluster.clocks import ClockSample, Echo, Pinger, RemoteClock
 
 
 def test_this_machines_own_clock_has_no_offset() -> None:
@@ -57,11 +57,11 @@ def test_a_drifting_clock_is_found_within_its_bound_and_noise(
     offset_ns: int, drift_ppm: float, late_ns: list[tuple[int, int]]
 ) -> None:
     """Looks every 10 s whose ways there and back differ: each is off by at most its bound."""
-    clock = Clock()
+    clock = RemoteClock()
     for number, (there_ns, back_ns) in enumerate(late_ns):
         at_ns = number * 10 * 10**9
         truth_ns = offset_ns + round(drift_ppm * 1e-6 * at_ns)
-        clock.add(Look(at_ns, truth_ns + (there_ns - back_ns) // 2, 20_000 + (there_ns + back_ns) // 2))
+        clock.add(ClockSample(at_ns, truth_ns + (there_ns - back_ns) // 2, 20_000 + (there_ns + back_ns) // 2))
     middle_ns = (len(late_ns) - 1) * 5 * 10**9
     truth_ns = offset_ns + round(drift_ppm * 1e-6 * middle_ns)
     assert abs(clock.offset_ns(middle_ns) - truth_ns) <= 450_000
@@ -69,15 +69,15 @@ def test_a_drifting_clock_is_found_within_its_bound_and_noise(
 
 
 def test_looks_without_noise_give_the_line_itself() -> None:
-    looks = [Look(at, 7_000 + at // 20_000, 30_000) for at in range(0, 60 * 10**9, 10**10)]
-    clock = Clock(looks)
+    looks = [ClockSample(at, 7_000 + at // 20_000, 30_000) for at in range(0, 60 * 10**9, 10**10)]
+    clock = RemoteClock(looks)
     assert abs(clock.drift_ppm - 50) < 0.01
     assert abs(clock.offset_ns(120 * 10**9) - (7_000 + 6_000_000)) < 10
     assert clock.bound_ns is not None and abs(clock.bound_ns - 30_000) < 10
 
 
 def test_before_there_are_looks_far_apart_the_best_one_counts() -> None:
-    clock = Clock([Look(0, 900, 500), Look(10**9, 1000, 40)])
+    clock = RemoteClock([ClockSample(0, 900, 500), ClockSample(10**9, 1000, 40)])
     assert (clock.offset_ns(5 * 10**9), clock.bound_ns, clock.drift_ppm) == (1000, 40, 0.0)
     clock.add(None)
     assert clock.bound_ns == 40

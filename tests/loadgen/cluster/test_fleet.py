@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.client.engine import Snapshot
+from loadgen.client.engine import LiveCounters
 from loadgen.cluster import digests, lost_requests, machines, messages, records_home
 from loadgen.cluster.fleet import Fleet
 from loadgen.cluster.link import NodeLost
 from loadgen.cluster.machines import choose
 from loadgen.cluster.messages import Drawn, Hello
-from loadgen.cluster.ray_cluster import Agent, ClusterError, Machine
+from loadgen.cluster.ray_cluster import Agent, ClusterError, RayMachine
 from loadgen.cluster.records_home import Written
 from loadgen.config import Config, ConfigError
 from loadgen.event_loop import run_loop
-from loadgen.plan import Plan
+from loadgen.plan import ClientPlan
 from loadgen.rundir import records
 from loadgen.target import TransportError
 from tests.loadgen.client.test_engine import plan
@@ -65,7 +65,10 @@ def script(number: int) -> Script:
 
 
 def on_nodes(
-    act: Callable[[Fleet, Plan], Awaitable[Any]], members: list[Local], config: Config | None = None, **options: Any
+    act: Callable[[Fleet, ClientPlan], Awaitable[Any]],
+    members: list[Local],
+    config: Config | None = None,
+    **options: Any,
 ) -> None:
     """Does it with a fleet of these members that has begun, and a plan for a scripted server."""
 
@@ -100,11 +103,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_nodes_play_one_load_twice(tmp_path: Path) -> None:
     """The second load of one fleet is as whole as the first, and no records stay on the machines."""
 
-    async def act(fleet: Fleet, the_plan: Plan) -> None:
+    async def act(fleet: Fleet, the_plan: ClientPlan) -> None:
         for name in ("a", "b"):
             out = tmp_path / name
             out.mkdir()
-            seen: list[list[Snapshot]] = []
+            seen: list[list[LiveCounters]] = []
             await fleet.play(the_plan, out, seen.append)
             records.merge(out)
             table, facts = records.read(out)
@@ -131,7 +134,7 @@ def test_a_node_that_dies_loses_what_it_had_not_finished(tmp_path: Path) -> None
         if sum(each.done for each in snapshots) > 20 and process.returncode is None:
             os.kill(process.pid, signal.SIGKILL)
 
-    async def act(fleet: Fleet, the_plan: Plan) -> None:
+    async def act(fleet: Fleet, the_plan: ClientPlan) -> None:
         await fleet.play(the_plan, tmp_path, kill_b)
         (lost,) = fleet.facts().lost
         assert lost.name == "b" and "killed by signal 9" in lost.lost and not lost.left_there
@@ -154,7 +157,7 @@ def test_nothing_is_sent_where_nodes_differ(field: str, tmp_path: Path) -> None:
             return answer
         return msgspec.structs.replace(answer, digests=msgspec.structs.replace(answer.digests, **{field: "other"}))
 
-    async def act(fleet: Fleet, the_plan: Plan) -> None:
+    async def act(fleet: Fleet, the_plan: ClientPlan) -> None:
         with pytest.raises(TransportError, match=f"b and a have not the same .*{field}"):
             await fleet.play(the_plan, tmp_path, lambda snapshots: None)
 
@@ -166,7 +169,7 @@ def test_versions_that_differ_are_refused() -> None:
     def lie(answer: messages.Answer) -> messages.Answer:
         return msgspec.structs.replace(answer, version="0.0.1") if isinstance(answer, Hello) else answer
 
-    async def act(fleet: Fleet, the_plan: Plan) -> None:
+    async def act(fleet: Fleet, the_plan: ClientPlan) -> None:
         raise AssertionError("it began")
 
     with pytest.raises(TransportError, match=r"^b has llm-dissect 0.0.1 and this machine .*; install the same version"):
@@ -186,7 +189,7 @@ def test_a_node_without_a_driver_ends(tmp_path: Path) -> None:
 
 
 def test_digests_are_of_what_is_drawn() -> None:
-    def seeded(seed: int, **options: Any) -> Plan:
+    def seeded(seed: int, **options: Any) -> ClientPlan:
         the_plan = plan("http://h:1", **options)
         load = msgspec.structs.replace(the_plan.job.load, seed=seed)
         return msgspec.structs.replace(the_plan, job=msgspec.structs.replace(the_plan.job, load=load))
@@ -214,8 +217,8 @@ def test_requests_of_a_lost_machine_are_those_of_its_share(tmp_path: Path) -> No
 # Which machines.
 
 
-def machine(number: int, cpus: float = 8.0) -> Machine:
-    return Machine(f"id{number}", f"10.0.0.{number}", cpus, 0.0)
+def machine(number: int, cpus: float = 8.0) -> RayMachine:
+    return RayMachine(f"id{number}", f"10.0.0.{number}", cpus, 0.0)
 
 
 THREE = [machine(1), machine(2), machine(3)]

@@ -20,7 +20,7 @@ from loadgen.config import Config, ConfigError
 from loadgen.doctor import examine as doctor
 from loadgen.doctor import machine as own_machine
 from loadgen.doctor.examine import examine, render, wire
-from loadgen.doctor.machine import Check, Observation
+from loadgen.doctor.machine import DoctorCheck, Observation
 from loadgen.rundir import WireFacts
 from servers.simulator.build import SCHEDULERS
 from tests.loadgen.server.test_launch import A800, GIB, NOTHING, ONE_4090, RTX4090, cached, machine
@@ -68,7 +68,7 @@ def good_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Path, 
     return disks
 
 
-def by_name(config: Config, inventory: Inventory = A800) -> dict[str, Check]:
+def by_name(config: Config, inventory: Inventory = A800) -> dict[str, DoctorCheck]:
     checks = examine(config, inventory)
     found = {check.name: check for check in checks}
     assert len(found) == len(checks)
@@ -146,7 +146,7 @@ def test_docker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_ok(Config()) == {"GPUs in Docker": "warning"}
     monkeypatch.setattr(doctor.docker, "problem", lambda: "the engine is not running; start it")
     found = by_name(VLLM_70B)
-    assert found["Docker"] == Check("Docker", "problem", "the engine is not running", "start it")
+    assert found["Docker"] == DoctorCheck("Docker", "problem", "the engine is not running", "start it")
     assert "image" not in found and "GPUs in Docker" not in found  # there is nobody to ask
     assert not_ok(Config()) == {"Docker": "warning"}
     assert "Docker" not in by_name(Config(model="7b", launch="process", server_python=sys.executable))
@@ -159,7 +159,7 @@ def test_image_and_room_for_it(
     check = by_name(VLLM_70B)["image"]
     assert check.state == "problem" and "19 GB are free" in check.seen and "docker system prune" in check.advice
     monkeypatch.setitem(sys.modules, "docker", FakeDocker(("mine:1",), tmp_path))
-    assert by_name(Config(model="7b", image="mine:1"))["image"] == Check("image", "ok", "mine:1 is here")
+    assert by_name(Config(model="7b", image="mine:1"))["image"] == DoctorCheck("image", "ok", "mine:1 is here")
 
 
 def test_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good_machine: dict[Path, tuple[int, int]]) -> None:
@@ -235,7 +235,7 @@ def test_an_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     config = Config(backend="vllm", model="7b", launch="process", server_python=sys.executable)
     assert by_name(config)["server"].state == "problem"
     has_it = dataclasses.replace(config, server_python=str(python))
-    assert by_name(has_it)["server"] == Check("server", "ok", "vllm is installed")
+    assert by_name(has_it)["server"] == DoctorCheck("server", "ok", "vllm is installed")
     absent = Config(backend="vllm", model="7b", launch="process", server_python="/no/such/python")
     assert "cannot be run" in by_name(absent)["server"].seen
     tgi = Config(backend="tgi", model="7b", launch="process")
@@ -258,7 +258,7 @@ def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     found = {check.name: check for check in examine(VLLM_70B, A800)}
     assert set(found) == good - {"GPUs in Docker", "image"}
     for name in ("Docker", "/dev/shm", "model", "open files", "listen backlog"):
-        assert found[name] == Check(name, "warning", "cannot be checked: Docker cannot be used: nonsense.")
+        assert found[name] == DoctorCheck(name, "warning", "cannot be checked: Docker cannot be used: nonsense.")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_options_that_make_no_run_anywhere(options: dict[str, Any], message: str
 
 
 def test_rendered() -> None:
-    checks = [Check("GPUs", "ok", "8 x A"), Check("local ports", "problem", "few\x1b[2J", "make\nmore")]
+    checks = [DoctorCheck("GPUs", "ok", "8 x A"), DoctorCheck("local ports", "problem", "few\x1b[2J", "make\nmore")]
     assert render(checks) == "\n".join(
         ["ok  GPUs         8 x A", "!!  local ports  few\\x1b[2J", "                 make more"]
     )
@@ -388,7 +388,7 @@ def test_clean_without_docker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_the_file_of_the_load_is_looked_into(tmp_path: Path) -> None:
-    def found(**options: Any) -> Check:
+    def found(**options: Any) -> DoctorCheck:
         return next(check for check in examine(Config(**options), ONE_4090) if check.name in ("dataset", "trace"))
 
     prompts, chats, trace = (tmp_path / name for name in ("prompts.jsonl", "chats.jsonl", "trace.jsonl"))

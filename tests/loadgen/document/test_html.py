@@ -20,12 +20,12 @@ from loadgen.document.content import (
     Chart,
     Code,
     Document,
+    DocumentPart,
     Items,
     Link,
-    Listed,
+    ListItem,
     Mark,
     Number,
-    Part,
     Section,
     Series,
     Shade,
@@ -68,7 +68,7 @@ charts = st.builds(
 cells = texts | st.builds(Number, text=texts, value=st.none() | st.floats())
 blocks = st.one_of(
     st.builds(Text, text=texts, tone=tones),
-    st.builds(Items, items=st.lists(st.builds(Listed, head=texts, text=texts, advice=texts, tone=tones), max_size=2)),
+    st.builds(Items, items=st.lists(st.builds(ListItem, head=texts, text=texts, advice=texts, tone=tones), max_size=2)),
     st.builds(Code, text=texts),
     st.builds(
         Table,
@@ -130,7 +130,7 @@ def replaced(value: Any) -> Any:
         return "x" if value else ""
     if isinstance(value, list):
         return [replaced(item) for item in value]
-    if not isinstance(value, Part):
+    if not isinstance(value, DocumentPart):
         return value
     kept = ("tone", "kind", "axis")
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
@@ -143,7 +143,7 @@ def visible(value: Any) -> list[str]:
         return [value]
     if isinstance(value, list):
         return [text for item in value for text in visible(item)]
-    if not isinstance(value, Part):
+    if not isinstance(value, DocumentPart):
         return []
     hidden = ("id", "tone", "series", "shades", "marks", "categories", "sync")
     return [text for name in value.__struct_fields__ if name not in hidden for text in visible(getattr(value, name))]
@@ -289,5 +289,5 @@ def test_an_empty_page_is_small() -> None:
 
 
 def test_an_item_without_a_head_is_its_text_alone() -> None:
-    text = render(Document(title="t", verdict="", sections=[Section("s", "S", [Items([Listed("", "a fact")])])]))
+    text = render(Document(title="t", verdict="", sections=[Section("s", "S", [Items([ListItem("", "a fact")])])]))
     assert '<ul class="items"><li class="plain">a fact</li></ul>' in text

@@ -16,7 +16,7 @@ from loadgen.document.content import (
     Document,
     Items,
     Link,
-    Listed,
+    ListItem,
     Number,
     Section,
     Series,
@@ -42,7 +42,9 @@ def made_up(heights_m: dict[str, float]) -> Document:
         tone="good",
         sections=[
             Section("heights", "Heights", [Table(["tower", "m"], cells), chart], ["heights.png"]),
-            Section("doubts", "Findings", [Items([Listed("warning LEANS", "Pisa leans.", "Look again.", "warning")])]),
+            Section(
+                "doubts", "Findings", [Items([ListItem("warning LEANS", "Pisa leans.", "Look again.", "warning")])]
+            ),
         ],
     )
 
@@ -115,7 +117,12 @@ cells = st.one_of(texts, st.builds(Number, texts), st.builds(Link, texts, texts)
 
 @given(texts, st.lists(st.lists(cells, min_size=2, max_size=2), max_size=3), st.integers(20, 200))
 def test_nothing_is_obeyed(text: str, rows: list[list[Any]], width: int) -> None:
-    blocks = [Text(text), Code(text), Items([Listed(text, text, text)]), Table([text, text], rows, text, below=[text])]
+    blocks = [
+        Text(text),
+        Code(text),
+        Items([ListItem(text, text, text)]),
+        Table([text, text], rows, text, below=[text]),
+    ]
     shown = document(*blocks, footer=text)
     for lines in (terminal.render(shown, width), markdown.render(shown)):
         assert all(char == "\n" or char.isprintable() for char in lines)

@@ -20,8 +20,8 @@ from loadgen.load.conversations import Conversations, PlayedConversations
 from loadgen.load.dataset_files import holds_conversations
 from loadgen.load.lengths import THINK_TIME, WorkloadError, parse
 from loadgen.load.sessions import Sessions
-from loadgen.load.turns import Wait
-from loadgen.plan import Plan, plan_run, planned_load, read_dataset
+from loadgen.load.turns import TurnDelay
+from loadgen.plan import ClientPlan, plan_run, planned_load, read_dataset
 from loadgen.target import Target
 from tests.packers import PACKERS
 
@@ -327,7 +327,7 @@ def test_all_that_users_say_is_sent_in_its_order(
             assert turn == (dict(prompt.messages)["user"] if prompt.messages else prompt.text)
 
 
-def planned(config: Config) -> Plan:
+def planned(config: Config) -> ClientPlan:
     info = ServerInfo("m", max_total_tokens=4096)
     return plan_run(config, backends.get(config.kind), Target("http://h"), info, "r")
 
@@ -359,7 +359,7 @@ def test_a_message_a_line_as_mlperf_has_its_agents(tmp_path: Path) -> None:
     turns = plan.job.load.turns()
     assert turns is not None and turns.first.tolist() == [0, 3]
     waits = [turns.waits(number) for number in range(3)]
-    assert waits == [(), (Wait(0, 1_400_000_000),), (Wait(1, 2_000_000_000),)]
+    assert waits == [(), (TurnDelay(0, 1_400_000_000),), (TurnDelay(1, 2_000_000_000),)]
     said = plan.prompts.build(backends.get("openai-chat"), plan.job.load, 1)
     assert [said.prompt("measured", number).text for number in (1, 2)] == ["a b\nc", "thanks"]
     assert said.prompt("measured", 0).messages == (("system", 'Be brief.\n[{"name":"ls"}]'), ("user", "one two"))

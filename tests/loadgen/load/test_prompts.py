@@ -13,7 +13,7 @@ from loadgen.load.lengths import WorkloadError
 from loadgen.load.prompts import (
     FIRST_ID,
     WORDS,
-    Text,
+    RandomText,
     TokenIds,
     exact_text,
     tokenizer_count,
@@ -46,13 +46,13 @@ def test_prompts_depend_on_seed_and_number_only() -> None:
 
 
 def test_text_counts_words_without_a_tokenizer() -> None:
-    text = Text(plain(1, 512)).prompt("measured", 3)
+    text = RandomText(plain(1, 512)).prompt("measured", 3)
     assert len((text.text or "").split()) == 512
 
 
 @pytest.mark.parametrize("added", [0, 1, 7])
 def test_text_makes_room_for_what_the_server_adds(added: int) -> None:
-    source = Text(plain(1, 100))
+    source = RandomText(plain(1, 100))
     for _ in range(2):
         source.fit_offset(100, len((source.prompt("warmup", 0).text or "").split()) + added)
     assert len((source.prompt("measured", 0).text or "").split()) + added == 100
@@ -60,7 +60,7 @@ def test_text_makes_room_for_what_the_server_adds(added: int) -> None:
 
 def test_server_that_adds_more_than_the_prompt() -> None:
     with pytest.raises(WorkloadError, match="--input-tokens"):
-        Text(plain(1, 5)).fit_offset(5, 50)
+        RandomText(plain(1, 5)).fit_offset(5, 50)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None, max_examples=30)
 def test_text_is_exact_by_the_given_tokenizer(tokenizer_dir: Path, length: int, number: int) -> None:
     count = tokenizer_count(str(tokenizer_dir))
-    text = Text(plain(2, length), count).prompt("measured", number).text
+    text = RandomText(plain(2, length), count).prompt("measured", number).text
     assert text is not None
     assert count(text) == length
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loadgen.config import Config, ConfigError
 from loadgen.load.lengths import Lengths, WorkloadError, fixed, parse
-from loadgen.load.prompts import Text, TokenIds, hashed
+from loadgen.load.prompts import RandomText, TokenIds, hashed
 from loadgen.load.shapes import DrawnShapes, Prefix, parse_prefix
 from tests.loadgen.load.loads import load
 
@@ -51,7 +51,7 @@ def test_groups_are_as_frequent_as_zipf_says() -> None:
 
 
 def test_text_prompts_share_words() -> None:
-    source = Text(load(prefix="1:30", input_tokens=50, output_tokens=1))
+    source = RandomText(load(prefix="1:30", input_tokens=50, output_tokens=1))
     first, second = ((source.prompt("measured", number).text or "").split() for number in range(2))
     assert len(first) == len(second) == 50
     assert first[:30] == second[:30] and first[30:] != second[30:]

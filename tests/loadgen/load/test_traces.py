@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from loadgen.load import traces
 from loadgen.load.lengths import MOST_TOKENS, WorkloadError
 from loadgen.load.prompts import TokenIds
-from loadgen.load.traces import LeftOut, Trace, read
-from loadgen.load.turns import Wait
+from loadgen.load.traces import SkippedRequests, Trace, read
+from loadgen.load.turns import TurnDelay
 from tests.loadgen.load.loads import load
 
 MAKE_TRACE = Path(__file__).parents[3] / "benchmarks" / "make_trace.py"
@@ -79,7 +79,7 @@ def plain(trace: Trace) -> list[tuple[int, int, int, int, list[int]]]:
 
 def test_mooncake(tmp_path: Path) -> None:
     trace = read(written(tmp_path, MOONCAKE))
-    assert (trace.format, trace.block_tokens, trace.left_out, len(trace)) == ("mooncake", 512, LeftOut(), 3)
+    assert (trace.format, trace.block_tokens, trace.left_out, len(trace)) == ("mooncake", 512, SkippedRequests(), 3)
     assert plain(trace) == [
         (0, 0, 2012, 354, [0, 427, 428, 429]),
         (1, 0, 915, 355, [0, 462]),
@@ -100,13 +100,13 @@ def test_azure_of_2024(tmp_path: Path) -> None:
 
 def test_burstgpt(tmp_path: Path) -> None:
     trace = read(written(tmp_path, BURSTGPT))
-    assert (trace.format, trace.block_tokens, trace.left_out) == ("burstgpt", 0, LeftOut())
+    assert (trace.format, trace.block_tokens, trace.left_out) == ("burstgpt", 0, SkippedRequests())
     assert plain(trace) == [(0, 0, 472, 18, []), (1, 40 * 10**9, 1087, 230, []), (2, 113 * 10**9, 417, 276, [])]
 
 
 def test_failures_are_counted(tmp_path: Path) -> None:
     trace = read(written(tmp_path, BURSTGPT_3))
-    assert trace.left_out == LeftOut(no_input=1, no_output=2)
+    assert trace.left_out == SkippedRequests(no_input=1, no_output=2)
     assert plain(trace) == [(2, 0, 12, 34, [])]
 
 
@@ -194,7 +194,7 @@ def test_text_images_and_sessions(tmp_path: Path) -> None:
     )
     trace = read(path)
     assert plain(trace) == [(0, 0, 4, 5, []), (1, 0, 40, 5, []), (2, 10**9, 30, 5, [])]
-    assert trace.turns is not None and trace.turns.waits(1) == (Wait(0, 2_500_000_000),)  # after the reply
+    assert trace.turns is not None and trace.turns.waits(1) == (TurnDelay(0, 2_500_000_000),)  # after the reply
     kinds = ("have a text and no input_length", "came with images")
     assert [kind in note and note.startswith("1 ") for kind, note in zip(kinds, trace.notes, strict=True)] == [True] * 2
     azure = (
@@ -254,7 +254,7 @@ def test_what_lies_behind_the_last_request_is_not_read(tmp_path: Path) -> None:
 
 def test_a_limit_counts_what_is_played(tmp_path: Path) -> None:
     trace = read(written(tmp_path, BURSTGPT_3), limit=1)
-    assert (len(trace), trace.left_out) == (1, LeftOut(1, 1))
+    assert (len(trace), trace.left_out) == (1, SkippedRequests(1, 1))
 
 
 ONE_A_LINE = [name for name in traces.FORMATS if name != "weka"]
@@ -297,7 +297,7 @@ def test_what_is_written_comes_back(
     assert plain(trace) == expected[:limit]
     if limit is None:
         after = [row for row in rows if row[0] - rows[0][0] >= from_ms]
-        assert trace.left_out == LeftOut(
+        assert trace.left_out == SkippedRequests(
             no_input=sum(not row[1] for row in after), no_output=sum(row[1] > 0 == row[2] for row in after)
         )
 

@@ -17,7 +17,7 @@ from loadgen.load import traces
 from loadgen.load.agent_traces import Pending, WaitsForItself, planned
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.sessions import SessionShapes
-from loadgen.load.turns import Base, Going, Turns, Wait
+from loadgen.load.turns import ActiveSessions, Base, TurnDelay, Turns
 from tests.loadgen.load.loads import load
 
 FORK = (  # 0 begins 1 and 2, then 3 and 4 beside each other; 5 waits for all of them
@@ -55,7 +55,7 @@ def test_under_any_order_of_replies_no_turn_is_sent_before_what_it_waits_for(
     """And each is due exactly when its last wait is over; those behind a failure are lost, and no other."""
     rows, turns = planned(sessions)
     assert sorted(rows) == list(range(turns.total))
-    going = Going(turns)
+    going = ActiveSessions(turns)
     under_way = {turns.begin(session): 0.0 for session in range(len(sessions))}
     for session in range(len(sessions)):
         going.begin(session)
@@ -100,7 +100,7 @@ def test_followers_are_those_that_wait(sessions: list[list[Pending]]) -> None:
 
 def test_agents_beside_each_other_by_hand() -> None:
     _, turns = planned([FORK])
-    going = Going(turns)
+    going = ActiveSessions(turns)
     going.begin(0)
     assert going.ended(0, 0, 100) == [(1, 100), (3, 100)]
     assert going.ended(1, 100, 150) == [(2, 155)] and going.ended(3, 100, 110) == [(4, 117)]
@@ -112,7 +112,7 @@ def test_agents_beside_each_other_by_hand() -> None:
 
 def test_when_an_agent_fails_the_other_goes_on_and_the_join_is_lost() -> None:
     _, turns = planned([FORK])
-    going = Going(turns)
+    going = ActiveSessions(turns)
     going.begin(0)
     going.ended(0, 0, 100)
     assert going.failed(1) == [2, 5]
@@ -136,7 +136,7 @@ def test_sub_agents_begin_with_a_reply_and_are_waited_for() -> None:
         assert agent.turn == join - 7 and turns.base(join) == Base(join - 7)
         assert [each.turn for each in others] == [join - 4, join - 1] and agent.delay_ns > 0
         for first in (join - 6, join - 3):
-            assert turns.waits(first) == (Wait(join - 7, 0),) and turns.base(first) is None
+            assert turns.waits(first) == (TurnDelay(join - 7, 0),) and turns.base(first) is None
             assert turns.base(first + 1) == Base(first) and turns.waits(first + 1)[0].turn == first
         assert turns.repeated_by(join - 7) == [join] and set(turns.followers(join - 7)) == {join - 6, join - 3, join}
 
@@ -188,8 +188,8 @@ def test_turns_with_a_delay_wait_for_their_replies(tmp_path: Path) -> None:
     assert trace.line.tolist() == [1, 4, 0, 2, 5, 3] and trace.input_tokens.tolist() == [7, 100, 100, 100, 100, 9]
     assert trace.due_ns[trace.turns.first[:-1]].tolist() == [0, 250_000_000, 300_000_000]
     waits = [trace.turns.waits(number) for number in range(6)]
-    assert waits[1] == (Wait(0, 2_000_000),) and waits[3] == (Wait(2, 20_000_000),)
-    assert waits[4] == (Wait(3, 180_000_000, True),)  # at its own time, or with the reply before it
+    assert waits[1] == (TurnDelay(0, 2_000_000),) and waits[3] == (TurnDelay(2, 20_000_000),)
+    assert waits[4] == (TurnDelay(3, 180_000_000, True),)  # at its own time, or with the reply before it
     assert not any(waits[first] for first in (0, 2, 5))
 
 
@@ -202,7 +202,7 @@ def test_turns_may_wait_for_several(tmp_path: Path) -> None:
     ]
     turns = traces.read(mooncake(tmp_path, *rows)).turns
     assert turns is not None
-    assert turns.waits(3) == (Wait(1, 3_000_000), Wait(2, 3_000_000)) and turns.after(3) == (2, 3)
+    assert turns.waits(3) == (TurnDelay(1, 3_000_000), TurnDelay(2, 3_000_000)) and turns.after(3) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_trace_of_agents(form: str, tmp_path: Path) -> None:
 def test_without_the_time_of_replies_the_think_time_counts(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(weka(call(0, 64, api_time=None), call(9, 64, think_time=2.0))))
     turns = traces.read(tmp_path / "t.json", speed=4).turns
-    assert turns is not None and turns.waits(1) == (Wait(0, 500_000_000),)
+    assert turns is not None and turns.waits(1) == (TurnDelay(0, 500_000_000),)
 
 
 def test_what_is_odd_in_a_trace_of_agents_is_noted(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(weka(call(0, 64, out=0), call(0.5, 640))))
     trace = traces.read(tmp_path / "t.json")
     assert trace.output_tokens.tolist() == [1, 5] and trace.turns is not None
-    assert trace.turns.waits(1) == (Wait(0, 0),)
+    assert trace.turns.waits(1) == (TurnDelay(0, 0),)
     assert [note.partition(" of its")[0] for note in trace.notes] == ["1", "1"]
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from loadgen import rundir
-from loadgen.rundir import Family, Manifest, Snapshot
+from loadgen.rundir import Manifest, MetricFamily, Snapshot
 from loadgen.rundir.records import ClientFacts, Record, RecordsFile
 
 RUN = "20261121-120000-abc123"
@@ -52,7 +52,7 @@ def read_snapshot(directory: Path) -> Snapshot:
     return msgspec.json.decode((directory / rundir.SNAPSHOT_FILE).read_bytes(), type=Snapshot)
 
 
-def family(snapshot: Snapshot, name: str) -> Family:
+def family(snapshot: Snapshot, name: str) -> MetricFamily:
     return next(request for request in snapshot.families if request.name == name)
 
 

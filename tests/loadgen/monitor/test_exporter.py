@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from loadgen.monitor import exporter
 from loadgen.monitor.exporter import KEEP_S, STALE_S, Exporter, serve
-from loadgen.rundir import Family, Histogram, MetricSample, RunError, Snapshot, write_snapshot
+from loadgen.rundir import Histogram, MetricFamily, MetricSample, RunError, Snapshot, write_snapshot
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0"
 HOSTILE = 'a"b\\c\nd{e}'
@@ -35,14 +35,14 @@ HOSTILE = 'a"b\\c\nd{e}'
 def snapshot(run_id: str, **more: object) -> Snapshot:
     histogram = Histogram([0.1, 0.2], [1, 2, 3], 1.5, {}, {0: ("7", 0.05)})
     families = [
-        Family(
+        MetricFamily(
             "llm_dissect_requests",
             "counter",
             "Requests.",
             [MetricSample(5, {"outcome": "ok"}), MetricSample(1, {"outcome": "timeout"})],
         ),
-        Family("llm_dissect_requests_in_flight", "gauge", "In flight.", [MetricSample(3)]),
-        Family("llm_dissect_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
+        MetricFamily("llm_dissect_requests_in_flight", "gauge", "In flight.", [MetricSample(3)]),
+        MetricFamily("llm_dissect_time_to_first_token_seconds", "histogram", "TTFT.", histograms=[histogram]),
     ]
     usual: dict[str, object] = {
         "run_id": run_id, "program": "loadgen", "state": "running", "labels": {"model": HOSTILE}, "families": families
@@ -155,7 +155,7 @@ def test_snapshots_of_another_version_share_their_families(tmp_path: Path) -> No
         ("b", "gauge", "New words."),
         ("c", "counter", "Other."),
     ):
-        put(tmp_path, name, families=[Family("llm_dissect_x", kind, help_text, [MetricSample(1)])])  # type: ignore[arg-type]
+        put(tmp_path, name, families=[MetricFamily("llm_dissect_x", kind, help_text, [MetricSample(1)])])  # type: ignore[arg-type]
     families = list(parse_open_metrics(Exporter(tmp_path).page(OPEN_METRICS)[0].decode()))
     (shared,) = (family for family in families if family.name == "llm_dissect_x")
     assert len(shared.samples) == (2 if shared.type == "gauge" else 1)
@@ -182,7 +182,7 @@ def test_a_run_is_in_one_of_all_states(tmp_path: Path) -> None:
 
 
 def test_old_names_say_that_they_go_and_old_snapshots_have_the_new_ones(tmp_path: Path) -> None:
-    new = [Family("llm_dissect_training_steps", "counter", "Steps.", [MetricSample(8)])]
+    new = [MetricFamily("llm_dissect_training_steps", "counter", "Steps.", [MetricSample(8)])]
     put(tmp_path, "new", families=[*snapshot("new").families, *new])
     was = [
         msgspec.structs.replace(each, name=each.name.replace("llm_dissect_", "bench_"))
@@ -323,28 +323,30 @@ def test_export_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> No
 
 
 HOSTILE_FAMILIES = {
-    "a reserved label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"__name__": "llm_dissect_y"})]),
-    "no label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"a b": "c"})]),
-    "an empty label": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"": "c"})]),
-    "another run's": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"run_id": "good"})]),
-    "a bucket": Family("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"le": "1"})]),
-    "no name": Family("bench x\ny", "gauge", "X."),
-    "another program's": Family("up", "gauge", "X.", [MetricSample(1)]),
-    "our own": Family("llm_dissect_exporter_runs", "gauge", "X.", [MetricSample(1)]),
-    "each run's": Family("llm_dissect_run_info", "gauge", "X.", [MetricSample(1)]),
-    "a series twice": Family(
+    "a reserved label": MetricFamily("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"__name__": "llm_dissect_y"})]),
+    "no label": MetricFamily("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"a b": "c"})]),
+    "an empty label": MetricFamily("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"": "c"})]),
+    "another run's": MetricFamily("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"run_id": "good"})]),
+    "a bucket": MetricFamily("llm_dissect_x", "gauge", "X.", [MetricSample(1, {"le": "1"})]),
+    "no name": MetricFamily("bench x\ny", "gauge", "X."),
+    "another program's": MetricFamily("up", "gauge", "X.", [MetricSample(1)]),
+    "our own": MetricFamily("llm_dissect_exporter_runs", "gauge", "X.", [MetricSample(1)]),
+    "each run's": MetricFamily("llm_dissect_run_info", "gauge", "X.", [MetricSample(1)]),
+    "a series twice": MetricFamily(
         "llm_dissect_x", "gauge", "X.", [MetricSample(1, {"a": "b"}), MetricSample(2, {"a": "b"})]
     ),
-    "a counter's": Family("llm_dissect_requests_total", "gauge", "X.", [MetricSample(1)]),
-    "a histogram's": Family("llm_dissect_time_to_first_token_seconds_count", "gauge", "X.", [MetricSample(1)]),
-    "bounds that fall": Family("llm_dissect_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]),
-    "counts below zero": Family("llm_dissect_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
+    "a counter's": MetricFamily("llm_dissect_requests_total", "gauge", "X.", [MetricSample(1)]),
+    "a histogram's": MetricFamily("llm_dissect_time_to_first_token_seconds_count", "gauge", "X.", [MetricSample(1)]),
+    "bounds that fall": MetricFamily(
+        "llm_dissect_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]
+    ),
+    "counts below zero": MetricFamily("llm_dissect_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
 }
 
 
 @pytest.mark.parametrize("family", HOSTILE_FAMILIES.values(), ids=HOSTILE_FAMILIES.keys())
 @pytest.mark.parametrize("accept", ["", OPEN_METRICS])
-def test_no_snapshot_makes_the_page_unreadable(accept: str, family: Family, tmp_path: Path) -> None:
+def test_no_snapshot_makes_the_page_unreadable(accept: str, family: MetricFamily, tmp_path: Path) -> None:
     put(tmp_path, "good")
     put(tmp_path, "bad", families=[family])
     os.utime(tmp_path / "bad" / "snapshot.json", ns=(1, time.time_ns() + 10**9))  # which comes last
@@ -357,9 +359,9 @@ def test_no_snapshot_makes_the_page_unreadable(accept: str, family: Family, tmp_
 
 def test_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     evil = "\x1b[31m\u202e\x00\r"
-    family = Family("llm_dissect_x", "gauge", evil, [MetricSample(1, {"a": evil})])
+    family = MetricFamily("llm_dissect_x", "gauge", evil, [MetricSample(1, {"a": evil})])
     histogram = Histogram([1.0], [1, 1], 1.0, exemplars={0: (evil, 0.5)})
-    families = [family, Family("llm_dissect_y", "histogram", evil, histograms=[histogram])]
+    families = [family, MetricFamily("llm_dissect_y", "histogram", evil, histograms=[histogram])]
     put(tmp_path, "r", labels={"model": evil}, families=families)
     for accept in ("", OPEN_METRICS):
         text = Exporter(tmp_path).page(accept)[0].decode()

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 import backends
 from loadgen.monitor.messages import MetricsSource
-from loadgen.monitor.prometheus import Metrics, Series, Unreadable
+from loadgen.monitor.prometheus import Metrics, SeriesPicker, Unreadable
 from tests.loadgen.scripted import scripted
 
 
 def test_several_label_sets_are_added_and_ratios_averaged() -> None:
-    series = Series({"running": "vllm:running", "kv_cache_usage_ratio": "vllm:kv", "preemptions": "vllm:pre_total"})
+    series = SeriesPicker(
+        {"running": "vllm:running", "kv_cache_usage_ratio": "vllm:kv", "preemptions": "vllm:pre_total"}
+    )
     text = """
 # TYPE vllm:running gauge
 vllm:running{model_name="a b}",engine="0"} 3.0
@@ -43,7 +45,7 @@ vllm:lora_requests_info{max_lora="4",running_lora_adapters="a,b",waiting_lora_ad
 vllm:lora_requests_info{max_lora="4",running_lora_adapters="d",waiting_lora_adapters="a,b"} 1.79581e+09
 vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters=""} 1.79570e+09
 """
-    series = Series(backends.get("vllm").server_metrics)
+    series = SeriesPicker(backends.get("vllm").server_metrics)
     assert series.pick(text) == {"adapters_running": 1.0, "adapters_waiting": 2.0}
     assert series.pick("vllm:num_requests_running 3.0\n") == {"running": 3.0}
 
@@ -53,20 +55,22 @@ vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapt
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_counter_is_found_with_and_without_total(declared: str, shown: str, typed: bool) -> None:
     text = (f"# TYPE {shown} counter\n" if typed else "") + f"{shown} 5\n"
-    assert Series({"prefix_cache_hits": declared}).pick(text) == {"prefix_cache_hits": 5.0}
+    assert SeriesPicker({"prefix_cache_hits": declared}).pick(text) == {"prefix_cache_hits": 5.0}
 
 
 def test_the_exact_name_comes_first() -> None:
-    assert Series({"preemptions": "x_total"}).pick("x 1\nx_total 2\n") == {"preemptions": 2.0}
-    assert Series({"preemptions": "x"}).pick("x_total 2\nx 1\n") == {"preemptions": 1.0}
+    assert SeriesPicker({"preemptions": "x_total"}).pick("x 1\nx_total 2\n") == {"preemptions": 2.0}
+    assert SeriesPicker({"preemptions": "x"}).pick("x_total 2\nx 1\n") == {"preemptions": 1.0}
 
 
 @pytest.mark.parametrize("shown", ["vllm:new", "vllm:old"])
 def test_names_of_older_versions(shown: str) -> None:
-    series = Series({"kv_cache_usage_ratio": "vllm:new vllm:old", "itl_seconds": "vllm:new_seconds vllm:old_seconds"})
+    series = SeriesPicker(
+        {"kv_cache_usage_ratio": "vllm:new vllm:old", "itl_seconds": "vllm:new_seconds vllm:old_seconds"}
+    )
     text = f"{shown} 0.5\n{shown}_seconds_sum 3\n{shown}_seconds_count 2\n"
     assert series.pick(text) == {"kv_cache_usage_ratio": 0.5, "itl_seconds_sum": 3.0, "itl_seconds_count": 2.0}
-    both = Series({"kv_cache_usage_ratio": "vllm:new vllm:old"})
+    both = SeriesPicker({"kv_cache_usage_ratio": "vllm:new vllm:old"})
     assert both.pick("vllm:old 0.5\nvllm:new 0.25\n") == {"kv_cache_usage_ratio": 0.25}
 
 
@@ -83,8 +87,8 @@ first_sum 0.75
 # TYPE first_created gauge
 first_created 1.7e9
 """
-    assert Series({"ttft_seconds": "first"}).pick(text) == {"ttft_seconds_sum": 0.75, "ttft_seconds_count": 2.0}
-    odd = Series({"ttft_seconds": "lightllm_request_queue_duration_bucket"})
+    assert SeriesPicker({"ttft_seconds": "first"}).pick(text) == {"ttft_seconds_sum": 0.75, "ttft_seconds_count": 2.0}
+    odd = SeriesPicker({"ttft_seconds": "lightllm_request_queue_duration_bucket"})
     assert odd.pick(text) == {"ttft_seconds_sum": 9.5, "ttft_seconds_count": 9.0}
 
 
@@ -97,7 +101,7 @@ def test_what_the_official_library_writes() -> None:
         hits.labels(engine).inc(tokens)
         usage.labels(engine).set(tokens / 64)
         first.labels(engine).observe(tokens)
-    series = Series(
+    series = SeriesPicker(
         {"prefix_cache_hits": "x:hits_total", "kv_cache_usage_ratio": "x:usage", "ttft_seconds": "x:first_seconds"}
     )
     assert series.pick(prometheus_client.generate_latest(registry).decode()) == {
@@ -109,7 +113,7 @@ def test_what_the_official_library_writes() -> None:
 
 
 def test_what_is_not_a_number_is_left_out() -> None:
-    series = Series({"running": "a", "waiting": "b", "kv_cache_usage_ratio": "c"})
+    series = SeriesPicker({"running": "a", "waiting": "b", "kv_cache_usage_ratio": "c"})
     assert series.pick("a NaN\nb +Inf\nc 0.5\n") == {"kv_cache_usage_ratio": 0.5}
     assert series.pick('a{x="1"} 1e308\na{x="2"} 1e308\nb 1\n') == {"waiting": 1.0}  # their sum is beyond a float
 
@@ -127,14 +131,14 @@ def test_what_is_not_a_number_is_left_out() -> None:
 )
 def test_garbage_is_unreadable(text: str) -> None:
     with pytest.raises(Unreadable, match="not Prometheus' text format"):
-        Series({"running": "running"}).pick(text)
+        SeriesPicker({"running": "running"}).pick(text)
 
 
 @given(st.text(alphabet='running{}="\\, \n#1e.N\x00é_TYPEgauge'))
 @settings(max_examples=300, deadline=None)
 def test_any_text_is_picked_or_unreadable(text: str) -> None:
     with contextlib.suppress(Unreadable):
-        picked = Series({"running": "running"}).pick(text)
+        picked = SeriesPicker({"running": "running"}).pick(text)
         assert all(isinstance(value, float) for value in picked.values())
 
 
@@ -154,7 +158,7 @@ lightllm_batch_current_max_tokens 1088.0
         "prefix_cache_hits": 300.0, "prefix_cache_queries": 1024.0, "prompt_tokens": 1024.0, "generation_tokens": 64.0,
         "running": 2.0, "paused": 1.0, "kv_reserved_tokens": 1088.0,
     }  # fmt: skip
-    series = Series(backends.get("lightllm").server_metrics)
+    series = SeriesPicker(backends.get("lightllm").server_metrics)
     assert series.pick(text) == known
     newer = text + "lightllm_prompt_tokens_total 512.0\nlightllm_num_running_reqs 2.0\n"
     assert series.pick(newer) == {**known, "prompt_tokens": 512.0}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backends.gpus import GpuSample
-from loadgen.monitor.server_view import Header, ServerSample, ServerStats, ServerView, read, samples
+from loadgen.monitor.server_view import SamplesHeader, ServerSample, ServerStats, ServerView, read, samples
 
 SECONDS = 1_000_000_000
 RUN = "20261121-120000-abc123"
@@ -19,7 +19,7 @@ GIB = 2**30
 
 def write(directory: Path, samples: list[ServerSample], **header: Any) -> None:
     values: dict[str, Any] = {"run_id": RUN, "series": ["running"], "gpus": [], **header}
-    lines = [msgspec.json.encode(Header(**values)), *map(msgspec.json.encode, samples)]
+    lines = [msgspec.json.encode(SamplesHeader(**values)), *map(msgspec.json.encode, samples)]
     (directory / "server.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
 

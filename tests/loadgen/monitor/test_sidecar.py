@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import backends
-from loadgen.client.engine import Snapshot as Seen
+from loadgen.client.engine import LiveCounters as Seen
 from loadgen.event_loop import run_loop
 from loadgen.monitor import sidecar as sidecar_module
 from loadgen.monitor.messages import Begin, Live, MetricsSource

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from loadgen.live_view import Picture
 from loadgen.monitor.frame import Frame, lines
 from loadgen.monitor.messages import Expected, Live
-from loadgen.monitor.totals import Record, Totals
+from loadgen.monitor.totals import CountedRecord, Totals
 from loadgen.monitor.view import Course, Recent, quantiles
 from tests.loadgen.monitor.directories import write_manifest
 
@@ -28,12 +28,12 @@ S = 1_000_000_000
 NONE = {"p50": None, "p99": None}
 
 
-def ended(done_s: float, ttft_ms: float, **changes: object) -> Record:
+def ended(done_s: float, ttft_ms: float, **changes: object) -> CountedRecord:
     sent = round(done_s * S) - 2 * S
     first = sent + round(ttft_ms * 1e6)
     values = {"sent_ns": sent, "first_token_ns": first, "last_token_ns": first, "done_ns": sent + 2 * S}
     more = {"id": 1, "phase": "measured", "outcome": "ok", "output_tokens": 20, "events": 10}
-    return Record(**{**values, **more, **changes})  # type: ignore[arg-type]
+    return CountedRecord(**{**values, **more, **changes})  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))

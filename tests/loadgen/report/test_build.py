@@ -16,7 +16,7 @@ from loadgen import cli, rundir
 from loadgen.document import files, markdown
 from loadgen.document.content import number
 from loadgen.document.files import ReportError
-from loadgen.monitor.server_view import GpuPeak, GpuStats, Header, ServerSample, ServerStats, ServerView
+from loadgen.monitor.server_view import GpuPeak, GpuStats, SamplesHeader, ServerSample, ServerStats, ServerView
 from loadgen.report import build
 from loadgen.report import text as texts
 from loadgen.report.metrics import CONVENTIONS, METRICS, Summary
@@ -225,7 +225,7 @@ def test_the_servers_view_comes_from_the_run_directory(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [WARMUP, *HAND], manifest(), facts())
     assert build.from_directory(run)[0].server is None
     last_ms = max(record.done_ns or 0 for record in HAND) / 1e6
-    lines = [msgspec.json.encode(Header(run_id=manifest().run_id, series=["prompt_tokens"], gpus=[]))]
+    lines = [msgspec.json.encode(SamplesHeader(run_id=manifest().run_id, series=["prompt_tokens"], gpus=[]))]
     for at_ms, prompt_tokens in ((-500, 0), (-9, 100), (1, 120), (last_ms + 1, 130), (last_ms + 900, 500)):
         seen = ServerSample(at_ns=round(at_ms * 1e6), took_ms=5, metrics={"prompt_tokens": prompt_tokens})
         lines.append(msgspec.json.encode(seen))

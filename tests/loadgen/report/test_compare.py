@@ -16,7 +16,7 @@ from loadgen.report.contrast import of_estimates
 from loadgen.report.metrics import METRICS
 from loadgen.report.pages import compare as page
 from loadgen.report.pages import parts
-from loadgen.rundir.records import Table, table
+from loadgen.rundir.records import RequestTable, table
 from loadgen.steady.window import Estimate
 from tests.loadgen.report.test_metrics import HAND
 from tests.loadgen.tables import failure, manifest, request
@@ -24,7 +24,7 @@ from tests.loadgen.tables import failure, manifest, request
 STAMPS = ("headers", "first_token", "last_token", "done")
 
 
-def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Table:
+def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> RequestTable:
     """Ok requests, ten a second, with these times to a first token (n,) and gaps (n, k)."""
     n, k = gaps_us.shape
     sent = 1_000_000 + np.arange(n) * 100_000_000
@@ -56,7 +56,7 @@ def columns(ttft_ms: np.ndarray[Any, Any], gaps_us: np.ndarray[Any, Any]) -> Tab
     )
 
 
-def drawn(seed: int, n: int = 1000, scale: float = 100.0, failed: int = 0) -> Table:
+def drawn(seed: int, n: int = 1000, scale: float = 100.0, failed: int = 0) -> RequestTable:
     """n requests with exponential ttft and gaps around each request's own pace."""
     rng = np.random.default_rng(seed)
     pace_us = rng.uniform(15_000, 25_000, (n, 1))
@@ -165,7 +165,7 @@ def test_percentiles_of_few_requests_are_named() -> None:
 # Throughput of one run: the number in flight as it was, and what the requests gave over their latencies.
 
 
-def closed_loop(seed: int, slower: float = 1.0, n: int = 400, slots: int = 16) -> Table:
+def closed_loop(seed: int, slower: float = 1.0, n: int = 400, slots: int = 16) -> RequestTable:
     """A server on which `slots` requests are always in flight; each request's pace is its own."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(20, 200, n)
@@ -183,7 +183,7 @@ def closed_loop(seed: int, slower: float = 1.0, n: int = 400, slots: int = 16) -
     )  # fmt: skip
 
 
-def rate(a: Table, b: Table) -> compare.Contrast:
+def rate(a: RequestTable, b: RequestTable) -> compare.Contrast:
     return compare.build(manifest(), a, manifest(), b).throughput["output_tokens_per_s"]
 
 

@@ -18,7 +18,7 @@ from loadgen.monitor.server_view import GpuPeak, GpuStats, ReplicaStats, ServerS
 from loadgen.report import build, findings, text
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import ClientFacts, Table, table
+from loadgen.rundir.records import ClientFacts, RequestTable, table
 from loadgen.steady import flows
 from tests.loadgen.tables import facts, failure, manifest, request
 
@@ -26,7 +26,7 @@ CLEAN = 4000  # enough for p99.9
 
 
 @cache
-def clean() -> Table:
+def clean() -> RequestTable:
     """4000 ok requests, one every 10 ms, ttft 100 ms, tpot 20 ms, sent 0.1 ms late."""
     return table(
         request(at, scheduled=10 * at, sent=10 * at + 0.1, first=10 * at + 100.1, gaps=(20, 20, 20))
@@ -34,11 +34,11 @@ def clean() -> Table:
     )
 
 
-def small(n: int) -> Table:
+def small(n: int) -> RequestTable:
     return clean().rows(0, n)
 
 
-def with_outcome(outcome: str, n: int, base: Table | None = None) -> Table:
+def with_outcome(outcome: str, n: int, base: RequestTable | None = None) -> RequestTable:
     """The clean run with its last n requests ended otherwise."""
     base = base or clean()
     outcomes = base.outcome.copy()
@@ -57,7 +57,7 @@ def ceiling(**changes: Any) -> rundir.Ceiling:
 
 
 def severities(
-    records: Table | None = None,
+    records: RequestTable | None = None,
     clients: list[ClientFacts] | None = None,
     run: rundir.Manifest | None = None,
     server: ServerStats | None = None,
@@ -102,7 +102,7 @@ def test_few_samples() -> None:
     assert "72 requests for p95, 368 requests for p99, 3688 requests for p99.9" in listed[0].advice
 
 
-def lagging(lag_ms: float, share: float = 0.05) -> Table:
+def lagging(lag_ms: float, share: float = 0.05) -> RequestTable:
     """The clean run with a share of its requests sent late, everything after them as late."""
     late = np.zeros(CLEAN, np.int64)
     late[: int(share * CLEAN)] = round(lag_ms * 1e6)
@@ -185,7 +185,7 @@ def test_client_cpu() -> None:
 
 
 def test_merged_reads() -> None:
-    def merged(share: float) -> Table:
+    def merged(share: float) -> RequestTable:
         gaps = clean().itl_us.copy()
         gaps[: int(share * len(gaps))] = 0
         return replace(clean(), itl_us=gaps)
@@ -198,7 +198,7 @@ def test_merged_reads() -> None:
 def test_grouped_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadgen.rundir.records.ROWS_A_BLOCK", 7)
 
-    def grouped(share: float, gap_us: int) -> Table:
+    def grouped(share: float, gap_us: int) -> RequestTable:
         gaps = clean().itl_us.copy()
         gaps[: int(share * len(gaps))] = gap_us
         return replace(clean(), itl_us=gaps)
@@ -227,7 +227,7 @@ def test_merged_events() -> None:
     assert severities(not_streamed) == {}
 
 
-def hidden(tokens: int) -> Table:
+def hidden(tokens: int) -> RequestTable:
     """The clean run, whose server counts so many more tokens than there are events."""
     return table(
         request(at, scheduled=10 * at, sent=10 * at + 0.1, first=10 * at + 100.1, output_tokens=4 + tokens,
@@ -264,7 +264,7 @@ def test_delayed_acks() -> None:
     assert severities(run=quick) == {"DELAYED_ACK": "info"}
 
 
-def waited(pause: float, replies: int) -> Table:
+def waited(pause: float, replies: int) -> RequestTable:
     """So many replies whose first tokens came so long after the headers, and in one read."""
     held = {"first": pause + 50.0, "headers_ns": 50 * 1_000_000, "gaps": (0, 0, 0, *[4] * 8)}
     return table(
@@ -337,7 +337,7 @@ def test_survivors() -> None:
 
 
 def test_prompt_length() -> None:
-    def prompts(given: int | np.ndarray[Any, Any]) -> Table:
+    def prompts(given: int | np.ndarray[Any, Any]) -> RequestTable:
         return replace(clean(), prompt_tokens=np.full(CLEAN, 100) + given, asked_prompt_tokens=np.full(CLEAN, 100))
 
     assert severities(prompts(0)) == {}
@@ -383,7 +383,7 @@ def test_prompts_that_were_sent_again() -> None:
 
 
 def test_cached_tokens() -> None:
-    def cached(share: float) -> Table:
+    def cached(share: float) -> RequestTable:
         return replace(clean(), prompt_tokens=np.full(CLEAN, 1000), asked_prompt_tokens=np.full(CLEAN, 1000),
                        cached_tokens=np.full(CLEAN, int(1000 * share)))  # fmt: skip
 
@@ -480,7 +480,7 @@ def test_single_tokens_are_no_warm_cache(hits: int, severity: str, words: str) -
     assert (found.code, found.severity) == ("PREFIX_CACHE", severity) and words in found.message
 
 
-def shared(tokens: int, cached: int | None = None) -> Table:
+def shared(tokens: int, cached: int | None = None) -> RequestTable:
     """The clean run with prompts of 1000 tokens: the second half of the requests shares so many of theirs, and took so
     many from the cache by its replies. Those of the first half tell nothing, as vLLM's do where that is 0."""
     half = np.arange(CLEAN) >= CLEAN // 2
@@ -514,7 +514,7 @@ def test_hits_that_the_load_allows_explain_and_others_count_as_ever() -> None:
 
 
 def test_what_a_shared_load_says() -> None:
-    def first(records: Table, hits: int | None = None) -> findings.Finding:
+    def first(records: RequestTable, hits: int | None = None) -> findings.Finding:
         seen = ServerView(server=own_view(prefix_cache_hits=hits))
         return build.build(manifest(), records, [facts()], seen=seen).verdict.findings[0]
 
@@ -634,7 +634,7 @@ def test_retried_connections_and_an_unchecked_certificate() -> None:
     assert "--connect fresh" in codes["RETRIED_CONNECTIONS"].advice
 
 
-def queued(per_s: float, n: int = 400, serves_per_s: float = 10.0) -> Table:
+def queued(per_s: float, n: int = 400, serves_per_s: float = 10.0) -> RequestTable:
     """Requests that come evenly at a server that serves one after another."""
     begin_ms, rows = 0.0, []
     for at in range(n):
@@ -702,7 +702,7 @@ def test_a_killed_client_is_judged_up_to_the_kill() -> None:
 def test_strange_records_are_judged_without_a_number_that_is_none(arrival: str) -> None:
     """Nothing, one session, all at once, replies that take no time, a clock that steps by an hour there and back."""
 
-    def stepped(by_ms: float) -> Table:
+    def stepped(by_ms: float) -> RequestTable:
         at_ms = [60.0 * at + (by_ms if at >= 200 else 0) + 3.6e6 for at in range(400)]
         return table(
             request(at, scheduled=each, sent=each, first=60 * at + 3.6e6 + 100 + (by_ms if at > 197 else 0))
@@ -758,7 +758,7 @@ def test_a_server_that_died_in_the_middle() -> None:
 def test_a_server_that_changed_its_pace() -> None:
     """One request at a time: a token takes 20 ms, and from the middle on 40."""
 
-    def one_at_a_time(slower: float) -> Table:
+    def one_at_a_time(slower: float) -> RequestTable:
         rows, at_ms = [], 0.0
         for number in range(400):
             gap_ms = 20.0 * (slower if number >= 200 else 1) * (1 + number % 7 / 100)

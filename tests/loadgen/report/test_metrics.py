@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.report import metrics
 from loadgen.report.metrics import CONVENTIONS, METRICS
 from loadgen.report.pages import series
-from loadgen.rundir.records import Record, Table, table
+from loadgen.rundir.records import Record, RequestTable, table
 from tests.loadgen.tables import MS, failure, request
 
 # id  sent  first  last  done  tokens   ttft  gaps         e2el
@@ -30,7 +30,7 @@ HAND = [
 WARMUP = request(0, scheduled=-900, sent=-900, first=-100, gaps=(1, 1), done=-90, phase="warmup")
 
 
-def hand() -> Table:
+def hand() -> RequestTable:
     return table([WARMUP, *HAND]).measured()
 
 

@@ -18,7 +18,7 @@ from loadgen.report import build, slices
 from loadgen.report import text as texts
 from loadgen.report.metrics import CONVENTIONS, Summary
 from loadgen.report.pages import charts
-from loadgen.report.schema import Lengths, Report, ServerRequests
+from loadgen.report.schema import LengthStats, Report, ServerRequests
 from loadgen.rundir import Phase
 from loadgen.rundir.records import Record, table
 from loadgen.steady import flows
@@ -89,7 +89,7 @@ def test_asked_lengths() -> None:
     assert slices.lengths(np.full(9, 512)) is None and slices.lengths(np.zeros(9, np.int64)) is None
     assert slices.lengths(np.array([], np.int64)) is None
     drawn = slices.lengths(np.arange(1, 102))
-    assert drawn == Lengths(mean=51.0, p10=11.0, p50=51.0, p90=91.0, p99=100.0, max=101)
+    assert drawn == LengthStats(mean=51.0, p10=11.0, p50=51.0, p90=91.0, p99=100.0, max=101)
     built = build.build(manifest(), table(lengths_of(range(1, 102))), [facts()])
     line = "Asked prompt tokens: mean 51.00, p10 11.00, p50 51.00, p90 91.00, p99 100.0, max 101."
     assert (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loadgen.report import build, metrics, stalls
 from loadgen.report.schema import Stall
 from loadgen.rundir import records
-from loadgen.rundir.records import Record, Table, table
+from loadgen.rundir.records import Record, RequestTable, table
 from tests.data import unpacked
 from tests.loadgen.tables import facts, failure, manifest, request
 
@@ -29,12 +29,12 @@ REAL = {  # how often all streams stopped; the mixture's server stopped for 1.4 
 }
 
 
-def lockstep(*steps_ms: float, streams: int = 8) -> Table:
+def lockstep(*steps_ms: float, streams: int = 8) -> RequestTable:
     """Streams that all begin 100 ms after they were sent at once, and get a token at the end of each step."""
     return table(request(at, first=100, gaps=steps_ms) for at in range(streams))
 
 
-def found(records: Table, lag_ms: float | None = 0.0) -> list[tuple[float, float]]:
+def found(records: RequestTable, lag_ms: float | None = 0.0) -> list[tuple[float, float]]:
     return [(stall.start_s, stall.end_s) for stall in stalls.find(records, lag_ms)]
 
 
@@ -79,7 +79,7 @@ def test_waiting_is_no_stall() -> None:
     assert len(found(table([alone, request(1, sent=550, first=650, gaps=(20,) * 300)]))) == 0
 
 
-def prefilled_alone(*prompts: tuple[int, float]) -> Table:
+def prefilled_alone(*prompts: tuple[int, float]) -> RequestTable:
     """A server that decodes one long reply, 20 ms a token, and stops for each prompt: (tokens, ms)."""
     steps_ms = [step for _, prefill_ms in prompts for step in (*[20] * 20, prefill_ms)] + [20] * 20
     at_ms = list(accumulate(steps_ms, initial=100))
@@ -103,7 +103,7 @@ def test_a_prompt_that_is_computed_alone_is_a_step() -> None:
 
 
 @st.composite
-def some_runs(draw: st.DrawFn) -> Table:
+def some_runs(draw: st.DrawFn) -> RequestTable:
     gap_ms = st.sampled_from([0, 0.4, 3, 9.999, 10, 10.001, 11, 19, 25, 80, 700, 2500])
     return table(
         request(at, first=draw(st.integers(0, 3000)), gaps=tuple(draw(st.lists(gap_ms, max_size=12))))
@@ -112,7 +112,7 @@ def some_runs(draw: st.DrawFn) -> Table:
 
 
 @given(some_runs())
-def test_every_silence_longer_than_a_cell_is_seen(run: Table) -> None:
+def test_every_silence_longer_than_a_cell_is_seen(run: RequestTable) -> None:
     events_us = np.sort(np.concatenate([run.arrivals_ns(row) // 1000 for row in range(len(run))]))
     first_us, last_us = run.first_token_ns // 1000, run.last_token_ns // 1000
     expected = [
@@ -126,12 +126,12 @@ def test_every_silence_longer_than_a_cell_is_seen(run: Table) -> None:
 
 
 @cache
-def real(name: str) -> tuple[Table, float]:
+def real(name: str) -> tuple[RequestTable, float]:
     rows, clients = records.read(unpacked(name))
     return rows.measured(), max(client.loop_lag_max_ms for client in clients)
 
 
-def with_stall(run: Table, at_s: float, seconds: float) -> Table:
+def with_stall(run: RequestTable, at_s: float, seconds: float) -> RequestTable:
     """The run with everything after `at_s` later by so much."""
     at_ns, late_ns = round(at_s * 1e9), round(seconds * 1e9)
     later = {

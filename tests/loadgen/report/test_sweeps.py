@@ -15,7 +15,7 @@ from loadgen.document import files, markdown, terminal
 from loadgen.report import sweeps
 from loadgen.report.pages import sweep as sweep_page
 from loadgen.report.repeats import Repeat
-from loadgen.report.sweeps import INTERACTIVITY, PlannedRun, SweepPlan, SweptPoint, Wait
+from loadgen.report.sweeps import INTERACTIVITY, IdleWait, PlannedRun, SweepPlan, SweptPoint
 from loadgen.rundir import RunError
 from loadgen.rundir.emulation import Emulation
 from tests.loadgen.tables import facts, manifest, request, write_run
@@ -55,7 +55,7 @@ def swept_directory(
     plan = SweepPlan(
         varies="rate", unit="requests/s", values=sorted(values), repeat=repeat, seed=3, order=order, options={}
     )  # fmt: skip
-    sweep = sweeps.Sweep(version="1", started_unix_s=0.0, argv=[], plan=plan, starts=1)
+    sweep = sweeps.SweepHead(version="1", started_unix_s=0.0, argv=[], plan=plan, starts=1)
     (path / sweeps.FILE).write_bytes(msgspec.json.encode(sweep))
     for number, planned in enumerate(order):
         run(path / planned.directory, planned.value, gpus=gpus, later_ms=number // len(values))
@@ -144,7 +144,7 @@ def test_report_makes_it_again_of_the_runs(tmp_path: Path, capsys: pytest.Captur
 def test_a_server_that_was_busy_is_named(tmp_path: Path) -> None:
     directory = swept_directory(tmp_path / "s")
     sweep = sweeps.read_sweep(directory)
-    sweep.waits = {"rate-1": Wait(by="metrics", idle=False, waited_s=60.0, detail="3 running")}
+    sweep.waits = {"rate-1": IdleWait(by="metrics", idle=False, waited_s=60.0, detail="3 running")}
     sweep.starts = 2
     (directory / sweeps.FILE).write_bytes(msgspec.json.encode(sweep))
     text = terminal.render(sweep_page.of(directory, sweeps.read(directory)), 200)

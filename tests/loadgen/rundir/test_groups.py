@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loadgen.report import build
 from loadgen.report.schema import Report
 from loadgen.rundir import groups
-from loadgen.rundir.records import Table, table
+from loadgen.rundir.records import RequestTable, table
 from tests.loadgen.tables import facts, manifest, request
 
 ITL_MS, TTFT_MS, TOKENS, REPLIES = 20.0, 100.0, 64, 24
@@ -22,7 +22,7 @@ Made = list[float]  # when each token of a reply is made, ms
 Wire = Callable[[Made, random.Random], Made]  # when each of its events is read
 
 
-def run(wire: Wire, jitter: float = 0.0, stalls: float = 0.0, tokens: int = TOKENS) -> Table:
+def run(wire: Wire, jitter: float = 0.0, stalls: float = 0.0, tokens: int = TOKENS) -> RequestTable:
     """A server of `ITL_MS` a token, with its prefills of others in the share `stalls` of its steps."""
     drawn, records = random.Random(7), []
     for number in range(REPLIES):
@@ -37,7 +37,7 @@ def run(wire: Wire, jitter: float = 0.0, stalls: float = 0.0, tokens: int = TOKE
     return table(records)
 
 
-def report_of(measured: Table) -> Report:
+def report_of(measured: RequestTable) -> Report:
     return build.build(manifest(), measured, [facts()])
 
 

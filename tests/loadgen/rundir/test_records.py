@@ -64,7 +64,7 @@ def any_record(draw: st.DrawFn) -> Record:
 many_records = st.lists(any_record(), max_size=25, unique_by=lambda record: (record.phase, record.id))
 
 
-def rows_of(table: records.Table) -> list[Record]:
+def rows_of(table: records.RequestTable) -> list[Record]:
     """The table as records again."""
     rows = []
     for at in range(len(table)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.rundir import RunError
-from loadgen.rundir.series import Series, duration, put_aside
+from loadgen.rundir.series import MeasurementSeries, duration, put_aside
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_series_that_goes_on_does_the_rest_in_order() -> None:
-    series = Series("run", ["a", "b", "c", "d"], done=["b"])
+    series = MeasurementSeries("run", ["a", "b", "c", "d"], done=["b"])
     assert series.waiting == ["a", "c", "d"] and series.done_ratio == 0.25
     assert series.resumed == "1 of 4 runs are done; going on with the rest"
     series.begin("a")
@@ -34,7 +34,7 @@ def test_a_series_that_goes_on_does_the_rest_in_order() -> None:
 
 
 def test_the_time_left_is_of_what_took_time(now: list[float]) -> None:
-    series = Series("cell", ["a", "b", "c", "d", "e"])
+    series = MeasurementSeries("cell", ["a", "b", "c", "d", "e"])
     series.instant.add("e")
     series.begin("a")
     assert series.left_s is None and series.left == ""

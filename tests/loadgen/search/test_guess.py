@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from loadgen.config import Config
-from loadgen.run import Run
+from loadgen.run import LoadRun
 from loadgen.search import live
 
 LIMITS_MS = {"ttft": 500.0, "tpot": 50.0}
@@ -18,7 +18,7 @@ LIMITS_MS = {"ttft": 500.0, "tpot": 50.0}
 def guess(tmp_path: Path, model: str | None) -> float | None:
     config = Config(url="http://127.0.0.1:1", model=model, backend="vllm", output_tokens=16)
     options = live.search_options(config, LIMITS_MS, 0.95, 1.0, "rate")
-    return asyncio.run(live.modelled_rate(options, Run(config, tmp_path, "r", print)))
+    return asyncio.run(live.modelled_rate(options, LoadRun(config, tmp_path, "r", print)))
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadgen.config import Config
-from loadgen.run import Run, Served
+from loadgen.run import LoadRun, Served
 from loadgen.rundir import new_run_id
 from loadgen.search import idle
 from loadgen.target import Target
@@ -77,7 +77,7 @@ def test_a_probe_as_fast_as_at_the_start() -> None:
 def test_of_a_real_server(backend: str, by: str, tmp_path: Path) -> None:
     async def looked(url: str) -> tuple[str, list[str]]:
         target = Target(url)
-        run = Run(Config(backend=backend, url=url), tmp_path, new_run_id(), lambda _: None)
+        run = LoadRun(Config(backend=backend, url=url), tmp_path, new_run_id(), lambda _: None)
         look = await idle.looking_at(run, Served(target))
         return look.by, [await look.busy()]
 
@@ -88,7 +88,7 @@ def test_of_a_real_server(backend: str, by: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_request_that_runs_is_seen(tmp_path: Path) -> None:
     async def looked(url: str) -> list[str]:
-        run = Run(Config(url=url), tmp_path, new_run_id(), lambda _: None)
+        run = LoadRun(Config(url=url), tmp_path, new_run_id(), lambda _: None)
         look = await idle.looking_at(run, Served(Target(url)))
         body = b'{"model": "llama-2-7b", "prompt": [1, 2, 3], "max_tokens": 30, "stream": true, "ignore_eos": true}'
         request: Any = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})

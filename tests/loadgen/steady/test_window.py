@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.load.lengths import residual
 from loadgen.steady import window
-from loadgen.steady.window import Span, Stamps
+from loadgen.steady.window import Stamps, TimeSpan
 from tests.loadgen.steady import queues
 from tests.loadgen.steady.queues import Batches
 
@@ -50,7 +50,7 @@ def test_slots_that_are_handed_over_are_full_at_once() -> None:
     handed = queues.batches(tokens, slots, warms_up=slots)
     found = []
     for run, seen in enumerate(handed.stamps()):
-        span = Span(float(handed.sent_s[run, slots]), float(seen.sent_s[-1]), 0)
+        span = TimeSpan(float(handed.sent_s[run, slots]), float(seen.sent_s[-1]), 0)
         last_s, counts = handed.cut(run, seen, span.to_s)
         found.append(window.spread_rate(seen.first_s, last_s, counts, span).value)
     assert np.mean(found) == pytest.approx(true_per_s, rel=0.05)
@@ -108,7 +108,7 @@ def test_lengths_say_nothing_of_requests_whose_time_is_their_prompts() -> None:
     sent_s, tokens = np.arange(100.0), np.random.default_rng(11).uniform(1, 99, 100)
     ends_s = sent_s + 1
     seen = Stamps(np.arange(100), sent_s, ends_s, ends_s, ends_s, tokens, 1, mean_tokens=50.0)
-    assert window.law_rate(seen, ends_s, tokens, Span(20.5, 80.5)).value == pytest.approx(1.0)
+    assert window.law_rate(seen, ends_s, tokens, TimeSpan(20.5, 80.5)).value == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("requests", [16, 32, 48])
@@ -145,7 +145,7 @@ def test_what_is_spread_is_all_there() -> None:
 
 def test_intervals_hold_the_truth_of_noise() -> None:
     """Draws 200 samples of independent values."""
-    span, sent_s, held = Span(0.0, 1000.0), np.linspace(0, 1000, 500), 0
+    span, sent_s, held = TimeSpan(0.0, 1000.0), np.linspace(0, 1000, 500), 0
     for seed in range(200):
         values = np.random.default_rng(seed).exponential(1.0, 500)
         found = window.of_sent(values, sent_s, span, {"mean": None})["mean"]

@@ -11,7 +11,7 @@ import pytest
 from backends.protocol import Delta, Kept
 from backends.sglang import BACKEND
 from servers.dialects.sglang import SGLang
-from servers.serve.wire import Settings
+from servers.serve.wire import DialectSettings
 from tests.servers.reader import Answer, running
 
 REAL = Path(__file__).parents[2] / "backends" / "real"
@@ -102,7 +102,7 @@ def test_bodies_of_another_shape(body: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_full_queue_is_a_reply_that_aborts() -> None:
     """The real one's, but for its id and times."""
-    dialect = SGLang(Settings("m", 100))
+    dialect = SGLang(DialectSettings("m", 100))
     (streamed,), (whole,) = (
         dialect.generations["/generate"](json.dumps({**generate(3), "stream": stream}).encode(), "r")
         for stream in (True, False)

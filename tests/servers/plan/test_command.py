@@ -17,9 +17,9 @@ import pytest
 from loadgen import cli
 from loadgen.config import Config, ConfigError
 from servers.plan import candidates
-from servers.plan.candidates import Candidate, Prices, Requirements, Row, Unmet, judge, ranked
+from servers.plan.candidates import Candidate, PlanRow, Prices, Requirements, Unmet, judge, ranked
 from servers.plan.command import parse_slo
-from servers.plan.sizing import STRETCH, Demand, Limits, SizedServer, trial
+from servers.plan.sizing import STRETCH, Demand, LatencyLimits, SizedServer, trial
 from servers.simulator import hardware
 from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
@@ -42,17 +42,17 @@ def load(rate: float = 1.0, requests: int = 120, **more: Any) -> Demand:
     return Demand(rate=rate, load=described, requests=requests)
 
 
-def highest(gpu: str, tp: int, limits: Limits = LIMITS) -> float:
+def highest(gpu: str, tp: int, limits: LatencyLimits = LIMITS) -> float:
     return SizedServer(emulation(Candidate(gpu=gpu, tp=tp)), load(), limits).highest()[0]
 
 
-def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> Row | Unmet:
+def judged(gpu: str, tp: int, rate: float, prices: Prices = PRICES, max_gpus: int = 64) -> PlanRow | Unmet:
     return judge(Candidate(gpu=gpu, tp=tp), requirements(load(rate), prices=prices, max_gpus=max_gpus))
 
 
 def requirements(
     demand: Demand,
-    limits: Limits = LIMITS,
+    limits: LatencyLimits = LIMITS,
     prices: Prices = PRICES,
     max_gpus: int = 64,
     emulated: Callable[[Candidate], Emulated] = emulation,
@@ -126,12 +126,12 @@ def test_what_is_sustained_is_sustained_for_long() -> None:
 def test_a_row_holds_the_whole_load() -> None:
     for rate in (0.5, 30.0, 200.0):
         row = judged("rtx4090", 1, rate)
-        assert isinstance(row, Row)
+        assert isinstance(row, PlanRow)
         assert row.servers >= math.ceil(rate / row.server_rate)
         assert (row.gpus, row.usd_per_hour) == (row.servers, 0.5 * row.servers)
         assert row.trial.missed is None
         assert row.trial.percentiles["ttft"] <= 0.5 and row.trial.percentiles["tpot"] <= 0.05
-    counts = [row.gpus for rate in (1, 10, 40, 160) if isinstance(row := judged("rtx4090", 1, rate), Row)]
+    counts = [row.gpus for rate in (1, 10, 40, 160) if isinstance(row := judged("rtx4090", 1, rate), PlanRow)]
     assert counts == sorted(counts) and len(counts) == 4
 
 
@@ -207,7 +207,9 @@ def test_what_will_not_do_is_listed_with_the_reason(
 def test_a_limit_that_only_a_lonely_request_keeps() -> None:
     emulated = emulation(Candidate(gpu="rtx4090", tp=1))
     ((_, first_s, _),) = bounds(simulate(emulated, [(0.0, 512, 32)]))
-    unmet = judge(Candidate(gpu="rtx4090", tp=1), requirements(load(), Limits(seconds={"ttft": first_s * 1.001})))
+    unmet = judge(
+        Candidate(gpu="rtx4090", tp=1), requirements(load(), LatencyLimits(seconds={"ttft": first_s * 1.001}))
+    )
     assert isinstance(unmet, Unmet) and "ttft is missed even at" in unmet.reason
 
 
@@ -304,7 +306,7 @@ def test_json_is_the_last_line_and_the_table_stays_for_people(capsys: pytest.Cap
 
 def test_a_percentile_is_of_enough_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Ten of them lie beyond it, whatever --requests says; more where --requests says more."""
-    needed = [Limits(seconds={}, percentile=percentile).least_requests for percentile in (50, 90, 95, 99, 99.9)]
+    needed = [LatencyLimits(seconds={}, percentile=percentile).least_requests for percentile in (50, 90, 95, 99, 99.9)]
     assert needed == [20, 100, 200, 1000, 10_000]
     for options, least in ((("--requests", "60"), 1000), (("--requests", "60", "--percentile", "90"), 100),
                            (("--requests", "300", "--percentile", "90"), 300)):  # fmt: skip
@@ -374,7 +376,7 @@ def test_a_gpu_and_prices_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_limits_are_read() -> None:
-    assert parse_slo("ttft_ms=500, tpot_ms=2.5,e2el_ms=1e3", 95.0) == Limits(
+    assert parse_slo("ttft_ms=500, tpot_ms=2.5,e2el_ms=1e3", 95.0) == LatencyLimits(
         seconds={"ttft": 0.5, "tpot": 0.0025, "e2el": 1.0}, percentile=95.0
     )
     for wrong in ("", "ttft_ms", "ttft_ms=x", "ttft_ms=0", "ttft_ms=nan", "ttft_ms=1,"):

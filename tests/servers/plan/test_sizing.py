@@ -11,11 +11,11 @@ import pytest
 from loadgen import cli
 from loadgen.config import Config
 from loadgen.load.load import Load
-from servers.plan.sizing import Demand, Limits, SizedServer, session_trial, trace_rate
+from servers.plan.sizing import Demand, LatencyLimits, SizedServer, session_trial, trace_rate
 from servers.simulator.build import Emulated, emulate
 from servers.simulator.options import Hardware
 
-LIMITS = Limits(seconds={"ttft": 1.0, "tpot": 0.05})
+LIMITS = LatencyLimits(seconds={"ttft": 1.0, "tpot": 0.05})
 
 
 def server(kv_tokens: int | None = None) -> Emulated:
@@ -65,7 +65,7 @@ def test_turns_and_not_thinking_fill_a_server() -> None:
 )
 def test_a_server_that_falls_behind_will_not_do_however_loose_the_limits(load: Load, beyond: float) -> None:
     few = emulate(Hardware(gpu="h200", prefix_caching="on", max_running=8).setup("vllm", "llama-3-8b", 8192))
-    sized = SizedServer(few, Demand(rate=1.0, load=load, requests=800), Limits(seconds={"e2el": 1e9}))
+    sized = SizedServer(few, Demand(rate=1.0, load=load, requests=800), LatencyLimits(seconds={"e2el": 1e9}))
     slow, fast = sized.at(0.6 * sized.capacity), sized.at(beyond * sized.capacity)
     assert slow.missed is None and slow.keeping_up is not None and slow.keeping_up.word == "kept_up"
     assert fast.missed == "throughput" and fast.keeping_up is not None

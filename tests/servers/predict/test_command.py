@@ -100,7 +100,7 @@ def as_records(outcomes: list[Outcome], shapes: Shapes, turns: Turns | None) -> 
         yield record
 
 
-def assert_same(one: records.Table, other: records.Table) -> None:
+def assert_same(one: records.RequestTable, other: records.RequestTable) -> None:
     for name in (*records.COLUMNS, "itl_us", "itl_offsets"):
         column = getattr(one, name)
         assert column.dtype == getattr(other, name).dtype, name

@@ -11,7 +11,7 @@ import pytest
 from backends.decoder import Window
 from servers.schedulers import Rejected, Sequence, Step
 from servers.schedulers.decoding import Decoding, Held
-from servers.schedulers.groups import BLOCK_TOKENS, Groups
+from servers.schedulers.groups import BLOCK_TOKENS, LayerGroups
 from servers.schedulers.vllm import CachingVllmV1, VllmV1, WindowedVllmV1
 
 
@@ -38,7 +38,7 @@ class VisitedCaching(Visited, CachingVllmV1):
     pass
 
 
-GROUPS = Groups.of([(4, Window(tokens=100)), (1, None)], 2048, 2 * 300)
+GROUPS = LayerGroups.of([(4, Window(tokens=100)), (1, None)], 2048, 2 * 300)
 KINDS = ("plain", "windowed", "caching")
 SEGMENTS = (16, 40, 90)  # tokens of a piece that prompts and replies share
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from backends import catalog
 from backends.decoder import Window
 from servers.schedulers import Rejected, Sequence
-from servers.schedulers.groups import BLOCK_TOKENS, Groups
+from servers.schedulers.groups import BLOCK_TOKENS, LayerGroups
 from servers.schedulers.vllm import VllmV1, WindowedVllmV1
 
 FULL_LENGTH, IN_FLIGHT = 131_072, 16_384
 
 
-def groups_of(name: str) -> Groups:
+def groups_of(name: str) -> LayerGroups:
     model = catalog.find(name)
     assert model is not None
-    return Groups.of(((kind.count, kind.attention.window) for kind in model.kinds), FULL_LENGTH, IN_FLIGHT)
+    return LayerGroups.of(((kind.count, kind.attention.window) for kind in model.kinds), FULL_LENGTH, IN_FLIGHT)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_windows_leave_room_for_more_requests() -> None:
 )
 def test_what_is_held_grows_and_stays_within_all_tokens(kept: list[tuple[int, int | None]], tokens: int) -> None:
     layers = [(count, None if size is None else Window(tokens=size)) for count, size in kept]
-    groups = Groups.of(layers, FULL_LENGTH, IN_FLIGHT)
+    groups = LayerGroups.of(layers, FULL_LENGTH, IN_FLIGHT)
     blocks = -(-tokens // BLOCK_TOKENS)
     assert 0 < groups.held(blocks) <= groups.held(blocks + 1)
     assert groups.held(blocks) <= groups.blocks_needed(tokens) <= len(groups.windows) * blocks
@@ -84,8 +84,8 @@ def run(scheduler: VllmV1, requests: list[tuple[int, int]]) -> int:
 def test_more_requests_run_at_once_and_every_block_comes_back() -> None:
     settings = VllmV1.Settings(max_running=1000, budget_tokens=8192, async_scheduling=False)
     requests = [(2000, 3000)] * 24
-    windowed = Groups.of([(12, None), (12, Window(tokens=128))], 8192, IN_FLIGHT)
-    every = Groups.of([(24, None)], 8192, IN_FLIGHT)
+    windowed = LayerGroups.of([(12, None), (12, Window(tokens=128))], 8192, IN_FLIGHT)
+    every = LayerGroups.of([(24, None)], 8192, IN_FLIGHT)
     blocks = 4000  # of 12 layers
     saving = WindowedVllmV1(windowed.tokens(blocks), settings, windowed)
     plain = VllmV1(every.tokens(blocks / 2), settings)
@@ -97,8 +97,8 @@ def test_more_requests_run_at_once_and_every_block_comes_back() -> None:
 
 def test_a_state_is_held_by_each_request_whatever_its_length() -> None:
     """As of Qwen3-Next's: 12 layers keep tokens, and a request a state as large as many of their blocks."""
-    groups = dataclasses.replace(Groups.of([(12, None)], 8192, IN_FLIGHT), state_blocks=100)
-    assert groups.uneven and not Groups.of([(12, None)], 8192, IN_FLIGHT).uneven
+    groups = dataclasses.replace(LayerGroups.of([(12, None)], 8192, IN_FLIGHT), state_blocks=100)
+    assert groups.uneven and not LayerGroups.of([(12, None)], 8192, IN_FLIGHT).uneven
     assert (groups.held(1), groups.held(10)) == (101, 110)
     assert groups.blocks_needed(160) == 110 and groups.blocks(groups.tokens(6120)) == 6120
     settings = VllmV1.Settings(max_running=1000, budget_tokens=8192, async_scheduling=False)
@@ -112,7 +112,7 @@ def test_a_state_is_held_by_each_request_whatever_its_length() -> None:
 
 
 def test_what_can_never_fit_is_refused() -> None:
-    groups = Groups.of([(6, None), (6, Window(tokens=64))], 4096, 2048)
+    groups = LayerGroups.of([(6, None), (6, Window(tokens=64))], 4096, 2048)
     scheduler = WindowedVllmV1(groups.tokens(300), VllmV1.Settings(), groups)
     with pytest.raises(Rejected):
         scheduler.admit(Sequence(0, 4000, 96))

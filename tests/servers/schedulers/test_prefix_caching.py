@@ -15,7 +15,7 @@ from servers.schedulers import Sequence, Step
 from servers.schedulers.blocks import BlockCache
 from servers.schedulers.lightllm import CachingLightLLMNow, LightLLMNow
 from servers.schedulers.prefixes import Position, chains
-from servers.schedulers.radix import BlockTree, Node, RadixTree, Stretch, cut, length, shared, stretch
+from servers.schedulers.radix import BlockTree, RadixNode, RadixTree, Stretch, cut, length, shared, stretch
 from servers.schedulers.tgi import CachingTgi3, Tgi3
 from servers.schedulers.vllm import CachingVllmV1, VllmV1
 from tests.servers.schedulers.test_schedulers import Make, Request, Run, made
@@ -482,7 +482,7 @@ def test_a_tree_finds_the_longest_beginning_of_all_that_it_was_given(
 
     trees: list[RadixTree] = [BlockTree(unit), RadixTree(unit)]
     for tree in trees:
-        held: list[Node] = []
+        held: list[RadixNode] = []
         for segments in inserted:
             node, _ = tree.match(whole(segments))
             tree.hold(node)

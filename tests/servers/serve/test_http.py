@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from servers.serve import http as server_http
-from servers.serve.http import Connection
+from servers.serve.http import ServerConnection
 from servers.serve.timing import FixedTiming
 from tests.servers.reader import TIMEOUT_S, ask_on, http_request, running, serving, stamps
 from tests.servers.serve.test_timing import Note, drain
@@ -350,7 +350,7 @@ def test_nothing_is_left_for_the_garbage_collector(tmp_path: Path) -> None:
             for _ in range(40):
                 with contextlib.suppress(ConnectionResetError):
                     server.raw(http_request("/v1/completions", COMPLETION, "Connection: close"))
-            kept = [each for each in gc.get_objects() if isinstance(each, Connection)]
+            kept = [each for each in gc.get_objects() if isinstance(each, ServerConnection)]
             assert len(kept) <= 2  # the last one or two may still be closing
         finally:
             gc.enable()

@@ -15,7 +15,7 @@ from loadgen.report import build, text
 from loadgen.target import Target, get
 from servers.app import DIALECTS
 from servers.serve.lateness import Lateness
-from servers.serve.wire import Settings
+from servers.serve.wire import DialectSettings
 
 
 def test_quantiles_are_of_the_tokens() -> None:
@@ -48,7 +48,7 @@ def test_a_run_says_what_was_true_beside_what_it_measured(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("name", "path"), [("vllm", "/v1/models"), ("openai", "/v1/models"), ("tgi", "/info")])
 def test_behind_a_proxy_without_the_header_it_is_still_emulated(name: str, path: str) -> None:
-    page = DIALECTS[name](Settings("m", 4096, False)).pages[path]()
+    page = DIALECTS[name](DialectSettings("m", 4096, False)).pages[path]()
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

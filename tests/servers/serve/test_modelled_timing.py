@@ -356,7 +356,7 @@ def dataset(path: Path, rows: list[dict[str, Any]]) -> Config:
 def test_the_prefix_cache_behind_the_wire_finds_what_virtual_time_finds(scheduler: str) -> None:
     """Prompts of 3 groups, one every 200 ms: the wire's timing is told of the same pieces."""
     world = emulated(scheduler.partition("@")[0], scheduler=scheduler, prefix_caching="on", kv_tokens=20_000)
-    load = [virtual.Arrival(0.2 * n, 300, 4, ((n % 3, 160),)) for n in range(12)]
+    load = [virtual.ArrivingRequest(0.2 * n, 300, 4, ((n % 3, 160),)) for n in range(12)]
     outcomes = virtual.simulate(world, load)
     assert [each.cached_tokens for each in outcomes] == [0] * 3 + [160] * 9
     timing = SimulatedTiming(world)
@@ -383,7 +383,7 @@ def test_a_closed_loop_in_virtual_time_follows_its_ramp() -> None:
     assert len(late) > 5 and all(end <= sent for end, sent in zip(ends, late[1:], strict=False))  # one at a time
 
 
-def drawn(config: Config) -> list[virtual.Arrival]:
+def drawn(config: Config) -> list[virtual.ArrivingRequest]:
     return list(predict.requests(*predict.drawn(config)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servers.serve.telemetry import Distribution, Histogram, Sample, Telemetry, labels_of
+from servers.serve.telemetry import Buckets, Histogram, Sample, Telemetry, labels_of
 from tests.servers.reader import http_request, running
 
 LABELS = '{model_name="m",engine="0"}'
@@ -33,7 +33,7 @@ def test_text_format() -> None:
         [
             Sample("runs_total", "counter", "Runs.", lambda _: {"": 3}),
             Sample("by_kind", "gauge", "By kind.", lambda _: {'a"b': 1.5, "c\\d": 2}, label="kind"),
-            Distribution("wait_seconds", "Waits.", "queue", (1.0,)),
+            Buckets("wait_seconds", "Waits.", "queue", (1.0,)),
         ],
         labels_of(model='x"y'),
     )

@@ -20,7 +20,7 @@ from loadgen.report.metrics import CONVENTIONS
 from loadgen.report.schema import Abandoned
 from loadgen.rundir import records
 from loadgen.rundir.outcomes import OUTCOMES
-from loadgen.rundir.records import Table
+from loadgen.rundir.records import RequestTable
 from servers.predict import command as predict
 from servers.serve.modelled_timing import SimulatedTiming
 from servers.simulator.build import SCHEDULERS, Emulated, emulate
@@ -37,7 +37,7 @@ def emulated(scheduler: str = "vllm@v1", **options: Any) -> Emulated:
     return emulate(Hardware(gpu="h200", scheduler=scheduler, **options).setup(scheduler.partition("@")[0], "7b", 4096))
 
 
-def played(server: Emulated, *, cancels: bool = True, **options: Any) -> tuple[list[Outcome], Table]:
+def played(server: Emulated, *, cancels: bool = True, **options: Any) -> tuple[list[Outcome], RequestTable]:
     load, shapes = predict.drawn(Config(gpu="h200", **options))
     sent = predict.requests(load, shapes)
     outcomes = predict.play(server, load, sent) if cancels else simulate(server, sent, load.streams)
@@ -88,7 +88,7 @@ CROWDED = {
 }
 
 
-def judged(table: Table) -> Abandoned:
+def judged(table: RequestTable) -> Abandoned:
     found = abandoned.build(table, RULES)
     assert found is not None
     return found

@@ -20,10 +20,10 @@ from servers.schedulers import Sequence, Step
 from servers.simulator import hardware
 from servers.simulator.build import Setup, emulate, profiles
 from servers.simulator.cost import (
-    Decode,
-    Elementwise,
-    Gemm,
-    Link,
+    DecodeAttentionCost,
+    ElementwiseCost,
+    GemmCost,
+    GpuLink,
     Overheads,
     StepCost,
     Waves,
@@ -56,7 +56,7 @@ def prefill(*lengths: int, rows: int = 0, context: int = 0) -> Step:
     return step
 
 
-def cost(name: str = "7b", gpu: str = "h200", tp: int = 1, link: Link | None = None, **own: float) -> StepCost:
+def cost(name: str = "7b", gpu: str = "h200", tp: int = 1, link: GpuLink | None = None, **own: float) -> StepCost:
     return StepCost(model(name), hardware.find(gpu), tp, link, F16, Overheads(**own))
 
 
@@ -129,7 +129,7 @@ def test_all_reduce_at_and_between_what_was_measured() -> None:
 
 
 def test_a_ring_by_its_formula() -> None:
-    ring = Link(alpha_us=20, beta_bytes_per_s=100e9, gamma_us=0)
+    ring = GpuLink(alpha_us=20, beta_bytes_per_s=100e9, gamma_us=0)
     assert ring.all_reduce_s(100e6, 4) == pytest.approx(20e-6 + 1.5e-3)
 
 
@@ -200,7 +200,7 @@ ROWS = {"memory_ratio": 0.8, "launch_us": 10.0, "tile_ns": 3.0}
 ONLY_HOST = {"host": {"beta_bytes_per_s": 1e10}}
 
 
-def described(path: Path, change: dict[str, object]) -> hardware.Gpu:
+def described(path: Path, change: dict[str, object]) -> hardware.GpuSpec:
     entry = json.loads((hardware.DATA / "gpus.json").read_text())["h200"]
     for name, value in change.items():
         part, _, inner = name.rpartition(".")
@@ -338,7 +338,7 @@ def test_a_smaller_cache_is_read_faster() -> None:
     """Half the bytes; where attention over them was measured, at that efficiency."""
     spec, step, short = model("llama-3.1-8b"), decode(64, 8000), decode(64, 1)
 
-    def read_s(gpu: hardware.Gpu, cache: str) -> float:
+    def read_s(gpu: hardware.GpuSpec, cache: str) -> float:
         each = StepCost(spec, gpu, 1, None, spec.precision("bfloat16", None, cache), Overheads())
         return each(step) - each(short)
 
@@ -353,10 +353,10 @@ def test_a_smaller_cache_is_read_faster() -> None:
 def test_the_inputs_of_quantized_products_are_quantized_first() -> None:
     """Four products a layer; each reads 16 bit and writes 8."""
     spec = model("llama-3.1-8b")
-    gpu = msgspec.structs.replace(H200, elementwise=Elementwise(memory_ratio=0.5, launch_us=10.0))
+    gpu = msgspec.structs.replace(H200, elementwise=ElementwiseCost(memory_ratio=0.5, launch_us=10.0))
     for tokens in (1, 4096):
         terms = StepCost(spec, gpu, 1, None, spec.precision("bfloat16", "fp8"), Overheads()).terms(decode(tokens, 1))
-        free = msgspec.structs.replace(gpu, elementwise=Elementwise(memory_ratio=1e9, launch_us=0.0))
+        free = msgspec.structs.replace(gpu, elementwise=ElementwiseCost(memory_ratio=1e9, launch_us=0.0))
         bare = StepCost(spec, free, 1, None, spec.precision("bfloat16", "fp8"), Overheads()).terms(decode(tokens, 1))
         took = terms.attention_gemm + terms.mlp_gemm - bare.attention_gemm - bare.mlp_gemm
         moved = tokens * (3 * 4096 + 14336) * (2 + 1)
@@ -405,8 +405,8 @@ def test_launches_differ_around_their_mean() -> None:
 
 def test_rows_beside_prefills_are_read_at_a_rate_of_their_own() -> None:
     """In one launch with them; prompts take as long as without rows."""
-    alone = Decode(memory_ratio=0.8, launch_us=10.0, tile_ns=5.0, head_ns=1.0)
-    beside = Decode(memory_ratio=0.4, launch_us=30.0, tile_ns=20.0, head_ns=2.0)
+    alone = DecodeAttentionCost(memory_ratio=0.8, launch_us=10.0, tile_ns=5.0, head_ns=1.0)
+    beside = DecodeAttentionCost(memory_ratio=0.4, launch_us=30.0, tile_ns=20.0, head_ns=2.0)
     fit = msgspec.structs.replace(H200.attention, decode=alone, mixed=beside)
     spec, gpu = model("llama-3.1-8b"), msgspec.structs.replace(H200, attention=fit)
 
@@ -512,7 +512,7 @@ def test_plain_routers_send_all_tokens_of_random_weights_to_the_same_experts() -
 
 
 def test_products_of_few_rows_have_their_own_rate() -> None:
-    fit = Gemm(compute_ratio=1.0, memory_ratio=0.5, softness=20.0, launch_us=0.0, narrow=((16, 1.0), (64, 0.25)))
+    fit = GemmCost(compute_ratio=1.0, memory_ratio=0.5, softness=20.0, launch_us=0.0, narrow=((16, 1.0), (64, 0.25)))
     assert [fit.memory_ratio_of(rows) for rows in (1, 16, 17, 64, 65)] == [1.0, 1.0, 0.25, 0.25, 0.5]
 
 
@@ -525,7 +525,7 @@ def test_tiles_fill_up_rows_and_waves() -> None:
     assert tiled_outputs(384, 640, 10) == (25 * 128 * 128, 25 * 128 * 128)  # with half a pair more, of two
     assert tiled_outputs(448, 640, 10) == (22.5 * 128 * 128, 22.5 * 128 * 128)
     assert tiled_outputs(512, 640, 10) == (20 * 128 * 128, 20 * 128 * 128)
-    fit = Gemm(compute_ratio=1.0, memory_ratio=1.0, softness=20.0, launch_us=0.0)
+    fit = GemmCost(compute_ratio=1.0, memory_ratio=1.0, softness=20.0, launch_us=0.0)
     assert fit.outputs(65, 641) == 65 * 641
     fit = msgspec.structs.replace(fit, waves=Waves(processors=10, idle=0.25))
     assert fit.outputs(65, 641) == (12 + 0.25 * 8) * 64 * 128

@@ -10,7 +10,7 @@ from loadgen.load.load import parse_streams
 from servers.schedulers import Sequence, Step
 from servers.schedulers.vllm import VllmV1
 from servers.simulator import virtual
-from servers.simulator.build import Profile, emulate
+from servers.simulator.build import ServerProfile, emulate
 from servers.simulator.cost import Overheads
 from servers.simulator.engine import Engine, FrontEnd
 from servers.simulator.options import Hardware
@@ -140,9 +140,9 @@ def test_where_launches_differ_gpu_and_cpu_wait_for_each_other() -> None:
     world = emulate(Hardware(gpu="a100", kv_tokens=60_000).setup("vllm", "7b", 4096))
     step = Step(emits=[Sequence(0, 600, 1)])
     step.prefill(600, 0)
-    gpu_s = world.with_profile(Profile(scheduler="vllm@v1")).cost(step)
+    gpu_s = world.with_profile(ServerProfile(scheduler="vllm@v1")).cost(step)
     own = Overheads(launch_eager_layer_us=gpu_s * 1e6 / 32, launch_spread=0.25, graph_tokens=512)
-    world = world.with_profile(Profile(scheduler="vllm@v1", overheads=own))
+    world = world.with_profile(ServerProfile(scheduler="vllm@v1", overheads=own))
     replies = virtual.simulate(world, [(0.0, 600, 1)] * 4000, parse_streams(1))
     mean_s = statistics.mean(first_s - sent_s for sent_s, first_s, _ in virtual.bounds(replies))
     assert mean_s == pytest.approx(2 * gpu_s * statistics.NormalDist().cdf(0.25 / 2), rel=0.005)

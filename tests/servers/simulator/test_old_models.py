@@ -14,24 +14,33 @@ from backends import catalog
 from backends.decoder import Attention as Heads
 from backends.decoder import Precision
 from servers.schedulers import Sequence, Step
-from servers.simulator.cost import Attention, Decode, Elementwise, Gemm, Gpu, Link, Overheads, StepCost
+from servers.simulator.cost import (
+    AttentionCost,
+    DecodeAttentionCost,
+    ElementwiseCost,
+    GemmCost,
+    GpuLink,
+    GpuSpec,
+    Overheads,
+    StepCost,
+)
 
 
-def gpu(sharing: float) -> Gpu:
+def gpu(sharing: float) -> GpuSpec:
     """sharing: query heads of the model that share a KV head."""
-    return Gpu(
+    return GpuSpec(
         name="round", flops=1e15, memory_bytes_per_s=3.3e12, memory_bytes=80 << 30,
-        gemm=Gemm(compute_ratio=0.7, memory_ratio=0.9, softness=1.37, launch_us=4.7),
-        attention=Attention(
-            decode=Decode(memory_ratio=0.83, launch_us=9.1, tile_ns=1.7 * sharing),
-            mixed=Decode(memory_ratio=0.83 / 1.27, launch_us=9.1, tile_ns=1.27 * 1.7 * sharing),
+        gemm=GemmCost(compute_ratio=0.7, memory_ratio=0.9, softness=1.37, launch_us=4.7),
+        attention=AttentionCost(
+            decode=DecodeAttentionCost(memory_ratio=0.83, launch_us=9.1, tile_ns=1.7 * sharing),
+            mixed=DecodeAttentionCost(memory_ratio=0.83 / 1.27, launch_us=9.1, tile_ns=1.27 * 1.7 * sharing),
             prefill_compute_ratio=0.61, prefill_token_head_ns=0.33,
         ),
-        elementwise=Elementwise(memory_ratio=0.45, launch_us=2.3), links={}, source="", error="",
+        elementwise=ElementwiseCost(memory_ratio=0.45, launch_us=2.3), links={}, source="", error="",
     )  # fmt: skip
 
 
-LINK = Link(alpha_us=23.0, beta_bytes_per_s=3.1e11, gamma_us=4.8)
+LINK = GpuLink(alpha_us=23.0, beta_bytes_per_s=3.1e11, gamma_us=4.8)
 OWN = Overheads(step_us=310.0, row_us=1.9, prefill_token_us=0.7, layer_us=37.0, attention_ratio=0.93, reduce_us=1.1)
 
 # model, GPUs, dtype: 17 rows of 700 tokens; 300 of 3001; 64 of 900 beside prefills of 511 after 16, and of 2048

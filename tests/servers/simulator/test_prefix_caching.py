@@ -7,7 +7,7 @@ import pytest
 from backends import catalog
 from loadgen.load.load import Streams
 from servers.simulator.build import SCHEDULERS, EmulationError, Setup, emulate
-from servers.simulator.virtual import Arrival, simulate
+from servers.simulator.virtual import ArrivingRequest, simulate
 
 MODEL = catalog.find("llama-2-7b")
 CACHING = ["vllm@v1", "tgi@3", "lightllm@1.2", "sglang@0.5.11", "sglang@0.5.23"]
@@ -21,7 +21,7 @@ def setup(scheduler: str, prefix_caching: bool = True, **more: int) -> Setup:
 @pytest.mark.parametrize("scheduler", CACHING)
 def test_what_is_found_is_told_and_saves_time(scheduler: str) -> None:
     shared = ((0, 2048),)
-    load = [Arrival(10.0 * number, 2048 + 64, 16, shared) for number in range(3)]
+    load = [ArrivingRequest(10.0 * number, 2048 + 64, 16, shared) for number in range(3)]
     outcomes = simulate(emulate(setup(scheduler)), load)
     without = simulate(emulate(setup(scheduler, False)), load)
     assert [outcome.cached_tokens for outcome in outcomes] == [0, 2048, 2048]
@@ -33,8 +33,8 @@ def test_what_is_found_is_told_and_saves_time(scheduler: str) -> None:
 
 @pytest.mark.parametrize("scheduler", CACHING)
 def test_a_session_finds_what_was_said(scheduler: str) -> None:
-    first = Arrival(0.0, 800, 100, ((1, 800), (2, 100)))
-    second = Arrival(60.0, 950, 100, ((1, 800), (2, 100), (3, 50)))
+    first = ArrivingRequest(0.0, 800, 100, ((1, 800), (2, 100)))
+    second = ArrivingRequest(60.0, 950, 100, ((1, 800), (2, 100), (3, 50)))
     cached = [outcome.cached_tokens for outcome in simulate(emulate(setup(scheduler)), [first, second])]
     # vLLM: whole blocks of what is computed, 899 tokens; TGI: prompts alone; others compute the last token, too
     assert cached == [0, {"vllm@v1": 896, "tgi@3": 800, "sglang@0.5.23": 899}.get(scheduler, 900)]
@@ -45,7 +45,7 @@ def test_without_the_cache_what_is_shared_changes_nothing(scheduler: str) -> Non
     world = emulate(setup(scheduler, False))
     plain = simulate(world, [(0.1 * number, 300, 20) for number in range(50)], Streams(8, 8))
     sharing = simulate(
-        world, [Arrival(0.1 * number, 300, 20, ((1, 300), (2, 20))) for number in range(50)], Streams(8, 8)
+        world, [ArrivingRequest(0.1 * number, 300, 20, ((1, 300), (2, 20))) for number in range(50)], Streams(8, 8)
     )
     assert [outcome.times_s for outcome in plain] == [outcome.times_s for outcome in sharing]
     assert [outcome.cached_tokens for outcome in sharing] == [0] * 50
@@ -63,6 +63,6 @@ def test_a_server_without_a_cache_cannot_have_it_on(scheduler: str) -> None:
 
 
 def test_segments_longer_than_prompt_and_reply_are_an_error() -> None:
-    simulate(emulate(setup("vllm@v1")), [Arrival(0.0, 30, 5, ((1, 35),))])
+    simulate(emulate(setup("vllm@v1")), [ArrivingRequest(0.0, 30, 5, ((1, 35),))])
     with pytest.raises(ValueError, match="5 tokens more than the prompt and the reply, which have 30 and 5"):
-        simulate(emulate(setup("vllm@v1")), [Arrival(0.0, 30, 5, ((1, 40),))])
+        simulate(emulate(setup("vllm@v1")), [ArrivingRequest(0.0, 30, 5, ((1, 40),))])

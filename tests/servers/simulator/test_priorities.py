@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.launch import Settings
+from backends.launch import ServerSettings
 from backends.protocol import Prompt, Sampling
 from loadgen.cli import invoke
 from loadgen.rundir import records
@@ -112,7 +112,7 @@ def test_a_server_that_is_started_schedules_by_priority_where_requests_have_one(
     adapter = backends.get(backend).adapter
     assert adapter is not None
     for by_priority in (False, True):
-        settings = Settings(
+        settings = ServerSettings(
             model="m", served_name="m", tp=1, dtype="float16", max_model_len=9, max_running=9, max_requests=9,
             memory_ratio=0.8, host="h", port=1, config_dir="/", by_priority=by_priority,
         )  # fmt: skip

@@ -23,10 +23,10 @@ from servers.predict import command as predict
 from servers.schedulers import Sequence
 from servers.schedulers.prefixes import chains
 from servers.serve.modelled_timing import SimulatedTiming
-from servers.serve.wire import Settings, word
+from servers.serve.wire import DialectSettings, word
 from servers.simulator.build import SCHEDULERS, Emulated, EmulationError, emulate
 from servers.simulator.options import Hardware
-from servers.simulator.virtual import Arrival, Outcome, simulate, simulate_sessions
+from servers.simulator.virtual import ArrivingRequest, Outcome, simulate, simulate_sessions
 
 CACHING = ["vllm@v1", "tgi@3", "lightllm@1.2", "sglang@0.5.11", "sglang@0.5.23"]
 
@@ -36,7 +36,7 @@ def emulated(scheduler: str, **options: Any) -> Emulated:
     return emulate(hardware.setup(scheduler.partition("@")[0], "7b", 4096))
 
 
-def drawn(**options: Any) -> tuple[Load, Shapes, list[Arrival], Turns]:
+def drawn(**options: Any) -> tuple[Load, Shapes, list[ArrivingRequest], Turns]:
     load, shapes = predict.drawn(Config(gpu="h200", **options))
     turns, sent = load.turns(), predict.requests(load, shapes)
     assert turns is not None and isinstance(sent, list)
@@ -202,7 +202,7 @@ def test_a_closed_loop_sends_until_its_time_is_over() -> None:
 
 class Reply:
     def __init__(self, index: int, received_ns: int, body: bytes, dialect: str, path: str) -> None:
-        generations = DIALECTS[dialect](Settings("m", 4096, prefix_caching=True)).generations  # type: ignore[index]
+        generations = DIALECTS[dialect](DialectSettings("m", 4096, prefix_caching=True)).generations  # type: ignore[index]
         (wire,) = generations[path](body, "id")
         self.index, self.received_ns = index, received_ns
         self.n_prompt_tokens, self.n_tokens = wire.prompt_tokens, wire.output_tokens

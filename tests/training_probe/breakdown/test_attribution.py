@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen import trace
-from loadgen.trace import Span, TraceError, minus, seconds_within, union
+from loadgen.trace import TraceError, TraceSpan, minus, seconds_within, union
 from training_probe.breakdown.attribution import FUSED_ATTENTION, Attribution, attribute, innermost_parts
 
 MAIN, AUTOGRAD, STREAM, COMMUNICATION_STREAM = 100, 200, 7, 20
@@ -230,7 +230,7 @@ def test_intervals_are_sets_of_instants(ours: list[tuple[int, int]], theirs: lis
 def test_the_stretches_of_a_thread_are_its_time_once(ours: list[tuple[int, int]]) -> None:
     """Also of spans that cross each other, as no thread's should."""
     ordered = sorted(ours, key=lambda pair: (pair[0], -pair[1]))
-    stretches = list(innermost_parts([Span("", "cpu_op", MAIN, start, end) for start, end in ordered]))
+    stretches = list(innermost_parts([TraceSpan("", "cpu_op", MAIN, start, end) for start, end in ordered]))
     assert all(start < end for start, end, _ in stretches)
     assert all(a[1] <= b[0] for a, b in pairwise(stretches))
     assert union((start, end) for start, end, _ in stretches) == union(ordered)

@@ -16,7 +16,7 @@ import pytest
 
 from backends.exit_codes import Stopped
 from loadgen.cluster.link import NodeLost
-from loadgen.cluster.ray_cluster import Machine
+from loadgen.cluster.ray_cluster import RayMachine
 from tests.training_probe import stand_in
 from tests.training_probe.stand_in import GIB
 from training_probe.grid import Cell
@@ -177,8 +177,8 @@ def test_torchrun_meets_at_the_first_node() -> None:
 # Which cell goes where.
 
 
-def machine(name: str, gpus: int = 0) -> Machine:
-    return Machine(name, name, 4, gpus)
+def machine(name: str, gpus: int = 0) -> RayMachine:
+    return RayMachine(name, name, 4, gpus)
 
 
 def test_cells_get_the_smallest_nodes_that_suffice() -> None:
@@ -193,7 +193,7 @@ def test_cells_get_the_smallest_nodes_that_suffice() -> None:
 class Fake:
     """Nodes that are there in name only. A cell takes `cell_s`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[Machine]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[RayMachine]) -> None:
         self.machines, self.running, self.most = machines, set[str](), 0
         self.done: list[tuple[str, object]] = []
         self.lost: dict[str, set[str]] = {}
@@ -201,7 +201,7 @@ class Fake:
         monkeypatch.setattr(cluster, "ray_nodes_placed", self.placed)
         self.lock = threading.Lock()
 
-    def placed(self, chosen: list[Machine], each: int) -> Any:
+    def placed(self, chosen: list[RayMachine], each: int) -> Any:
         fake = self
 
         class There:

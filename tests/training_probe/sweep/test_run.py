@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from backends import gpus
 from backends.decoder import ModelSpec
 from loadgen.rundir import RunError, Snapshot
-from loadgen.rundir.series import Series
+from loadgen.rundir.series import MeasurementSeries
 from tests.loadgen.screen import Terminal
 from tests.support.waiting import until
 from tests.training_probe import stand_in
@@ -446,7 +446,9 @@ def test_a_full_disk_costs_a_sweep_its_gauges_only(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(progress, "write_snapshot", full)
     one = cell("ok", micro_batch=2)
-    told = Progress(tmp_path, "r", {}, Series("cell", [one.name]), [], lambda _: None, lambda cell, speed: (None, None))
+    told = Progress(
+        tmp_path, "r", {}, MeasurementSeries("cell", [one.name]), [], lambda _: None, lambda cell, speed: (None, None)
+    )
     told.begin(one, None)
     told.end("finished")
 
@@ -524,7 +526,7 @@ def test_what_is_shown_of_a_sweep_that_goes_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(time, "monotonic", lambda: now)
     said: list[str] = []
     one, other = cell("ok", micro_batch=2), cell("other")
-    series = Series("cell", [one.name, other.name, "third", "fourth"])
+    series = MeasurementSeries("cell", [one.name, other.name, "third", "fourth"])
     told = Progress(tmp_path, "r", {}, series, [], said.append, lambda cell, speed: (speed / 10_000, None))
     running = told.begin(one, 3.0)
     running.trial(one, "run 1/1", 0.0)

@@ -14,7 +14,7 @@ from loadgen.report import compare, limits
 from loadgen.report.compare import BETTER, LIMITED, WORSE, Comparison
 from loadgen.report.contrast import SAME, contrast
 from loadgen.report.pages import compare as compare_page
-from loadgen.report.pages.compare import Compared
+from loadgen.report.pages.compare import ComparisonDetails
 from tests.loadgen.report.pages.contents import blocks_of, links, points
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.pages.test_sweep import reported
@@ -25,7 +25,9 @@ from tests.loadgen.report.test_repeats import many, run
 def page_of(compared: Comparison, *texts: str) -> Document:
     checks = compare.judged(compared, limits.parse(texts, LIMITED)) if texts else []
     sides = {"A": {}, "B": {}}
-    return compare_page.page(compared, Compared(sides, {"A": "", "B": "emulated"}, {}, checks, ["loadgen", "compare"]))
+    return compare_page.page(
+        compared, ComparisonDetails(sides, {"A": "", "B": "emulated"}, {}, checks, ["loadgen", "compare"])
+    )
 
 
 @pytest.fixture(scope="module")

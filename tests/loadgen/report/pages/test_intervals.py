@@ -10,13 +10,13 @@ import pytest
 from loadgen.report.contrast import Bounds
 from loadgen.report.metrics import CONVENTIONS
 from loadgen.report.pages import intervals
-from loadgen.rundir.records import Table, table
+from loadgen.rundir.records import RequestTable, table
 from tests.loadgen.tables import request
 
 OURS = CONVENTIONS["loadgen"]
 
 
-def drawn(latencies_ms: list[float], every_ms: float = 10.0) -> Table:
+def drawn(latencies_ms: list[float], every_ms: float = 10.0) -> RequestTable:
     """Requests of those ttft, evenly sent."""
     return table(
         request(at, scheduled=every_ms * at, sent=every_ms * at, first=every_ms * at + ttft)
@@ -24,7 +24,7 @@ def drawn(latencies_ms: list[float], every_ms: float = 10.0) -> Table:
     )
 
 
-def of_metric(measured: Table, name: str) -> dict[str, Bounds | None]:
+def of_metric(measured: RequestTable, name: str) -> dict[str, Bounds | None]:
     return intervals.of_metric(measured, intervals.parts(measured, "poisson:100"), name, OURS)
 
 

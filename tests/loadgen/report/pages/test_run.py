@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from loadgen.document import html
 from loadgen.document.content import Block, Chart, Code, Document, Items, Link, Number, Table
-from loadgen.monitor.server_view import Header, ServerSample
+from loadgen.monitor.server_view import SamplesHeader, ServerSample
 from loadgen.report import build, metrics
 from loadgen.report.metrics import CONVENTIONS, METRICS
 from loadgen.report.pages import charts, run, runs, series
@@ -206,7 +206,7 @@ def test_phases_and_stalls_are_shaded_on_every_chart_over_time(tmp_path: Path) -
 def test_what_the_server_and_its_gpus_showed(tmp_path: Path) -> None:
     rows = [request(at, scheduled=100 * at, sent=100 * at, first=100 * at + 50) for at in range(30)]
     path = write_run(tmp_path / "run", rows, manifest(), facts())
-    lines = [msgspec.json.encode(Header(run_id=manifest().run_id, series=["running"], gpus=["H200"]))]
+    lines = [msgspec.json.encode(SamplesHeader(run_id=manifest().run_id, series=["running"], gpus=["H200"]))]
     for second, preempted in ((-0.5, 3), (0.5, 3), (1.5, 7), (2.5, 7), (99, 7)):
         seen = {"running": 2.0, "kv_cache_usage_ratio": 0.25, "preemptions": preempted}
         gpu = {"index": 1, "memory_used_bytes": 1, "power_w": 100.0 + second, "utilization_ratio": None}

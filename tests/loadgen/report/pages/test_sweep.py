@@ -14,7 +14,7 @@ from loadgen.document.content import Document, Link
 from loadgen.report import build, sweeps
 from loadgen.report.pages import several
 from loadgen.report.pages import sweep as sweep_page
-from loadgen.report.sweeps import BY_TOKENS, INTERACTIVITY, PER_GPU, Swept, Wait
+from loadgen.report.sweeps import BY_TOKENS, INTERACTIVITY, PER_GPU, IdleWait, Swept
 from tests.loadgen.report.pages.contents import blocks_of, links, points
 from tests.loadgen.report.pages.test_run import drawn
 from tests.loadgen.report.test_build import HOSTILE
@@ -114,7 +114,7 @@ def test_what_is_wrong_stands_first(tmp_path: Path) -> None:
     shutil.rmtree(directory / "rate-4")
     run(directory / "rate-4", "4", state="interrupted")
     swept = sweeps.read(directory)
-    swept.waits = {"rate-1": Wait(by="metrics", idle=False, waited_s=60.0, detail="3 running")}
+    swept.waits = {"rate-1": IdleWait(by="metrics", idle=False, waited_s=60.0, detail="3 running")}
     broken = msgspec.structs.replace(swept.runs[1], valid=False, reasons=["SEND_LAG: the client was late"])
     swept.runs = [swept.runs[0], broken, *swept.runs[2:]]
     page = page_of(directory, swept)
