@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from backends.exit_codes import UserError
-from backends.untrusted import read_json
+from backends.untrusted import printable, read_json
 from servers.simulator.cost import GpuLink, GpuSpec
 
 DATA = Path(__file__).parents[1] / "data"
@@ -80,7 +80,7 @@ def _wrong(gpu: GpuSpec) -> Iterator[str]:
             yield f"boost.ratio is {gpu.boost.ratio:g} and must be above 1"
     for name, each in gpu.links.items():
         if name not in LINKS:
-            yield f"there is no link '{name}', there are {', '.join(LINKS)}"
+            yield f"there is no link '{printable(name)}', there are {', '.join(LINKS)}"
         yield from _wrong_link(f"links.{name}", each)
 
 

@@ -372,7 +372,8 @@ def results(data: bytes) -> None:
         shown(error)
         return
     assert all(load.records for load in loads)
-    records.table(load.records[0] for load in loads)
+    for load in loads:
+        records.table(load.records)
 
 
 def fault_script(data: bytes) -> None:

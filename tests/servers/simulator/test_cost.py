@@ -226,6 +226,7 @@ def described(path: Path, change: dict[str, object]) -> hardware.GpuSpec:
         ({"attention.decode": ROWS | {"tile_ns": -1}}, "attention.decode.tile_ns is -1 and must be at least 0"),
         ({"elementwise.memory_ratio": 0}, "elementwise.memory_ratio is 0 and must be above 0"),
         ({"links": {"bus": {}}}, "there is no link 'bus', there are nvlink, "),
+        ({"links": {"b\u00adus": {}}}, r"there is no link 'b\\xadus', there are nvlink, "),
         ({"links": {"host": {}}}, "links.host has neither a table nor beta_bytes_per_s"),
         ({"links": {"host": {"beta_bytes_per_s": 0}}}, "links.host.beta_bytes_per_s is 0 and must be above 0"),
         ({"links": {"host": {"bytes": [1], "us": [1]}}}, "links.host.ranks is 0 and must be at least 2"),
