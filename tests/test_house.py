@@ -17,6 +17,7 @@ PACKAGES = ("backends", "loadgen", "servers", "training_probe")
 MOST_LINES = 60  # of a function
 MOST_FILES = 22  # that lie flat in a package
 MOST_PLAIN = 20  # `dict[str, Any]` in loadgen
+MOST_SHARED_NAMES = 15  # of public types, which two modules define
 
 
 def sources(*folders: str) -> list[Path]:
@@ -54,6 +55,17 @@ def test_every_file_opens_with_what_it_is() -> None:
 
 def test_dictionaries_of_anything_stand_at_the_edge() -> None:
     assert sum(path.read_text(encoding="utf-8").count("dict[str, Any]") for path in sources("loadgen")) <= MOST_PLAIN
+
+
+def test_a_type_name_has_one_meaning() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in sources(*PACKAGES):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(_name(path))
+    shared = {name: found for name, found in modules.items() if len(found) > 1}
+    advice = f"say in the new type's name what it is of, or use the type that exists: {shared}"
+    assert all(len(found) == 2 for found in shared.values()) and len(shared) <= MOST_SHARED_NAMES, advice
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

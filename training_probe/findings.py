@@ -59,7 +59,7 @@ NON_MONOTONE_ADVICE = "Measure these sizes again on a quiet machine; do not quot
 COST_ADVICE = "Trace more --steps on a quiet machine; quote the step without the profiler, and parts as shares."
 
 
-class Spread(NamedTuple):
+class Variation(NamedTuple):
     """The spread of the values behind a reported number. ratio: their standard deviation to the number, None where it
     is not known. error_ratio: the number's standard error, to it. few: they are fewer than FEWEST_VALUES steps or
     samples."""
@@ -93,11 +93,11 @@ class Traced(NamedTuple):
     bare_std_s: float | None = None
 
     @property
-    def spread(self) -> Spread | None:
+    def spread(self) -> Variation | None:
         if self.bare_std_s is None or not self.steps:
             return None
         ratio = self.bare_std_s / self.bare_s
-        return Spread(ratio, ratio / math.sqrt(self.steps), self.steps < FEWEST_VALUES)
+        return Variation(ratio, ratio / math.sqrt(self.steps), self.steps < FEWEST_VALUES)
 
     @property
     def chance_ratio(self) -> float:
@@ -155,23 +155,23 @@ def of_breakdowns(traced: Mapping[str, Traced], seen: Mapping[str, Conditions]) 
 # What spread is.
 
 
-def cell_spread(result: CellResult) -> Spread | None:
+def cell_spread(result: CellResult) -> Variation | None:
     """The worse of that between runs and that of steps. Single steps vary as their percentiles do, since one slow step
     does not make a mean of many useless; but it counts in the mean, and so in the mean's error."""
     known, runs = [], len(result.tokens_per_s_runs) or result.runs  # older versions kept none of them
     if result.tokens_per_s and result.tokens_per_s_std is not None and runs > 1:
         ratio = result.tokens_per_s_std / result.tokens_per_s
-        known.append(Spread(ratio, ratio / math.sqrt(runs)))
+        known.append(Variation(ratio, ratio / math.sqrt(runs)))
     if (error := result.step_error_ratio) is not None:
         of_steps = spread_of(result.step_ms_p10, result.step_ms_p90, result.step_ms)
-        known.append(Spread(of_steps, error, few=result.runs * result.steps < FEWEST_VALUES))
+        known.append(Variation(of_steps, error, few=result.runs * result.steps < FEWEST_VALUES))
     return max(known, key=lambda spread: (BANDS.index(spread.band), spread.error_ratio), default=None)
 
 
-def point_spread(result: Measured) -> Spread | None:
+def point_spread(result: Measured) -> Variation | None:
     if (ratio := result.spread_ratio) is None or (error := result.error_ratio) is None:
         return None
-    return Spread(ratio, error, few=result.samples < FEWEST_VALUES)
+    return Variation(ratio, error, few=result.samples < FEWEST_VALUES)
 
 
 def _mean(spans: Sequence[Conditions]) -> Conditions | None:
@@ -192,7 +192,7 @@ def _mean(spans: Sequence[Conditions]) -> Conditions | None:
 # The findings.
 
 
-def _noisy(spreads: Mapping[str, Spread], what: str) -> Iterator[Finding]:
+def _noisy(spreads: Mapping[str, Variation], what: str) -> Iterator[Finding]:
     bands: tuple[tuple[Band, Severity, str, str], ...] = (
         ("no value", "invalid", _varying(NO_VALUE_RATIO), "so they have no value that could be quoted"),
         ("unsure", "warning", f"are not known to {_percent(NOISY_RATIO)}", "so smaller differences mean nothing"),

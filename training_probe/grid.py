@@ -19,7 +19,7 @@ from backends.decoder import Attention, LatentAttention, ModelSpec, Recurrent
 from backends.exit_codes import UserError, check_least
 from loadgen.load import lengths as laws
 from training_probe.llama_shape import LlamaShape
-from training_probe.packing import MOST_ROWS, Drawn, draw
+from training_probe.packing import MOST_ROWS, StepBatch, draw
 
 Task = Literal["pretrain", "finetune", "dpo", "grpo"]
 Engine = str  # one of ENGINES, or a trial of the user's own (training_probe.trials)
@@ -294,7 +294,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return self.has_reference and self.letters.adapter is None
 
     @property
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> StepBatch | None:
         """The sequences of a step, where they have lengths of their own and the micro batch is known. Raises
         WorkloadError."""
         if not self.lengths or self.micro_batch is None:

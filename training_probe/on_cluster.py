@@ -13,7 +13,7 @@ from loadgen.terminal import say
 from training_probe import own_deepspeed
 from training_probe.grid import Cell, Device, GridError, Model
 from training_probe.launch import cluster, rendezvous
-from training_probe.launch.cluster import Elsewhere
+from training_probe.launch.cluster import NodePool
 from training_probe.launch.node import installed
 from training_probe.launch.rendezvous import Meeting
 from training_probe.options import (
@@ -121,7 +121,7 @@ def _shared(grid: Grid, device: Device, here: int, nodes: int) -> list[Cell]:
 
 
 def _measured(
-    there: Elsewhere,
+    there: NodePool,
     grid: Grid,
     measuring: Measuring,
     where: OnCluster,

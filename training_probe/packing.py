@@ -39,7 +39,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepBatch:
     """The sequences of a step. replicas: of each its micro batches. packed_to: tokens of a row; None where each row is
     one sequence, padded to the longest of its micro batch."""
 
@@ -86,7 +86,7 @@ class Drawn:
 
 
 @functools.lru_cache(maxsize=64)
-def draw(text: str, seq_len: int, packing: bool, replicas: int, micro_batches: int, rows: int) -> Drawn:
+def draw(text: str, seq_len: int, packing: bool, replicas: int, micro_batches: int, rows: int) -> StepBatch:
     """The sequences of a step: replicas, micro batches of each, rows of each. Raises WorkloadError."""
     lengths, count = Lengths(parse(text), SEED, "sequence"), replicas * micro_batches * rows
     if packing:
@@ -95,7 +95,7 @@ def draw(text: str, seq_len: int, packing: bool, replicas: int, micro_batches: i
         filled = [(length,) for length in _cut(lengths.first(count), seq_len).tolist()]
     batches = [tuple(filled[start : start + rows]) for start in range(0, count, rows)]
     each = [tuple(batches[start : start + micro_batches]) for start in range(0, len(batches), micro_batches)]
-    return Drawn(tuple(each), seq_len if packing else None)
+    return StepBatch(tuple(each), seq_len if packing else None)
 
 
 def packed(lengths: Iterable[int], size: int) -> list[Row]:

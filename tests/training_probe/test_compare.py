@@ -16,7 +16,7 @@ from tests.training_probe.measured import HOSTILE, result
 from tests.training_probe.pages import charts_of, numbers_of
 from training_probe import cli
 from training_probe import compare as comparison
-from training_probe.breakdown.attribution import PASSES, Attribution, Window
+from training_probe.breakdown.attribution import PASSES, Attribution, PassTimes
 from training_probe.breakdown.run import Breakdown
 from training_probe.conditions import Conditions
 from training_probe.grid import cell
@@ -263,7 +263,7 @@ def test_a_wrong_result_does_not_pass(tmp_path: Path) -> None:
 def traced(directory: Path, step_s: float, backward_s: float) -> Path:
     rest = (step_s - backward_s) / 2
     windows = [
-        Window(
+        PassTimes(
             phase=phase, overall_s=seconds, compute_s=seconds, exposed_communication_s=0, exposed_memcpy_s=0, idle_s=0,
             communication_s=0, memcpy_s=0,
         )

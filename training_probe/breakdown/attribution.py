@@ -56,7 +56,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A pass on the clock, seconds a step: from its first kernel to the next pass's first. overall_s is the sum of
     compute_s (any kernel but communication), of communication and of transfers between host and device that nothing
     hides, and of idle_s. communication_s, memcpy_s: all of it, hidden or not."""
@@ -78,7 +78,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"]
     steps: int
     step_s: float
-    windows: list[Window]
+    windows: list[PassTimes]
     shares: list[Share]
     by_name_ratio: float = 0.0
 
@@ -263,7 +263,7 @@ def _begins(works: Iterable[_Work], starts: Sequence[float]) -> list[float]:
 
 def _windows(
     works: Sequence[_Work], passes: Sequence[TraceSpan], bounds: Sequence[Interval], steps: int
-) -> list[Window]:
+) -> list[PassTimes]:
     by_kind: dict[str, list[Interval]] = {"communication": [], "memcpy": [], "compute": []}
     for work in works:
         if work.kind != "host":
@@ -281,7 +281,7 @@ def _windows(
         overall_s = sum(end - start for start, end in own) / steps
         busy = (seconds(compute), seconds(exposed), seconds(exposed_memcpy))
         windows.append(
-            Window(
+            PassTimes(
                 phase=phase, overall_s=overall_s, compute_s=busy[0], exposed_communication_s=busy[1],
                 exposed_memcpy_s=busy[2], idle_s=max(0.0, overall_s - sum(busy)),
                 communication_s=seconds(communication), memcpy_s=seconds(memcpy),

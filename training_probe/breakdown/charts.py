@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from loadgen.document.content import Chart, Section, Series
 from training_probe import paper
 from training_probe.breakdown import tables
-from training_probe.breakdown.attribution import FUSED_ATTENTION, PASSES, Window
+from training_probe.breakdown.attribution import FUSED_ATTENTION, PASSES, PassTimes
 from training_probe.breakdown.run import Breakdown
 from training_probe.report.charts import files
 from training_probe.report.tables import SIZES
 
-OF_A_PASS: dict[str, Callable[[Window], float]] = {
+OF_A_PASS: dict[str, Callable[[PassTimes], float]] = {
     "computation": lambda window: window.compute_s,
     "communication, not hidden": lambda window: window.exposed_communication_s,
     "memcpy, not hidden": lambda window: window.exposed_memcpy_s,
@@ -100,7 +100,7 @@ def _of_parts(of: Breakdown, phase: str, parts: Sequence[str], *, recomputed: bo
     return sum(tables.part_seconds(of, phase, part, recomputed=recomputed) for part in parts)
 
 
-def _window(of: Breakdown, phase: str) -> Window:
+def _window(of: Breakdown, phase: str) -> PassTimes:
     assert of.attribution is not None
     return next(window for window in of.attribution.windows if window.phase == phase)
 

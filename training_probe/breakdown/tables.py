@@ -18,7 +18,7 @@ from training_probe.breakdown.attribution import (
     NO_PART,
     PASSES,
     Attribution,
-    Window,
+    PassTimes,
 )
 from training_probe.breakdown.run import Breakdown
 from training_probe.grid import PAPER_SEQ_LEN
@@ -145,7 +145,7 @@ def part_seconds(of: Breakdown, phase: str, part: str, *, recomputed: bool = Fal
 
 def _parts(of: Breakdown) -> Table:
     attribution, known = _of(of), printed(of)
-    windows: dict[str, Window] = {window.phase: window for window in attribution.windows}
+    windows: dict[str, PassTimes] = {window.phase: window for window in attribution.windows}
     rows = []
     for part in PARTS:
         cells: list[Cell] = []

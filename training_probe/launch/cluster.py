@@ -59,7 +59,7 @@ def check_able(host: str, facts: Facts) -> None:
         raise ConfigError(f"node {host} lacks {names}; install it there with pip install 'llm-dissect[train]'.")
 
 
-class Elsewhere(Protocol):
+class NodePool(Protocol):
     """Nodes for the cells of a sweep: a Cluster, or those that met without one. nodes_per_cell: how many each cell runs
     on."""
 

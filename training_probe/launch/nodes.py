@@ -39,7 +39,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Link(Protocol):
+class NodeLink(Protocol):
     """A way to a node process. host: its address in the cluster."""
 
     host: str
@@ -51,7 +51,7 @@ class Link(Protocol):
 class _Watched:
     """A link, which is asked no more once its node was lost. lost: how, a clause that names the node."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: NodeLink) -> None:
         self.host, self.lost = link.host, ""
         self._link = link
 
@@ -67,7 +67,7 @@ class _Watched:
 class Nodes:
     """The nodes that one cell, or one micro-benchmark, has to itself."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[NodeLink]) -> None:
         self.links = [_Watched(link) for link in links]
 
     @property
@@ -140,7 +140,7 @@ class _OnNodes:
     urls: Sequence[str] = ()
     facts: Mapping[str, Any] = {}
 
-    def __init__(self, links: Sequence[Link], directory: Path) -> None:
+    def __init__(self, links: Sequence[NodeLink], directory: Path) -> None:
         self.links, self._directory = links, directory
         self._codes: dict[int, int] = {}  # in the order in which they ended
         self._failed_at: float | None = None

@@ -63,13 +63,13 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Its answer."""
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="Over"):
     """Node 0 needs the follower no more. refused: why it measures nothing, a sentence."""
 
     refused: str | None = None
 
 
-_FOR_FOLLOWERS: msgspec.msgpack.Decoder[Order | Welcome | Over] = msgspec.msgpack.Decoder(Order | Welcome | Over)
+_FOR_FOLLOWERS: msgspec.msgpack.Decoder[Order | Welcome | Goodbye] = msgspec.msgpack.Decoder(Order | Welcome | Goodbye)
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _HELLO = msgspec.msgpack.Decoder(Hello)
 _encode = msgspec.msgpack.Encoder().encode
@@ -148,7 +148,7 @@ class _Remote:
         return reply
 
 
-class Fleet:
+class MetNodes:
     """The nodes that met. Each cell runs on all of them, one cell after another."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -206,7 +206,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def gathered(meeting: Meeting, say: Say) -> Iterator[Fleet]:
+def gathered(meeting: Meeting, say: Say) -> Iterator[MetNodes]:
     """All nodes, once they are there. They are let go at the end, and told of an error that ended the block. Raises
     ConfigError and ClusterError."""
     proven: list[Channel] = []
@@ -215,7 +215,7 @@ def gathered(meeting: Meeting, say: Say) -> Iterator[Fleet]:
         try:
             channels = _gather(meeting, proven, say)
             try:
-                fleet = Fleet(Nodes([_Local(here, meeting.address), *map(_Remote, channels)]))
+                fleet = MetNodes(Nodes([_Local(here, meeting.address), *map(_Remote, channels)]))
             except NodeLost as lost:
                 raise ClusterError(f"{lost}.") from None
             yield fleet
@@ -225,7 +225,7 @@ def gathered(meeting: Meeting, say: Say) -> Iterator[Fleet]:
         finally:
             for channel in proven:
                 with contextlib.suppress(ChannelError):
-                    channel.send(_encode(Over(refused=refused)))
+                    channel.send(_encode(Goodbye(refused=refused)))
                 channel.close()
 
 
@@ -348,7 +348,7 @@ def obey(channel: Channel, here: Node, meeting: Meeting) -> str | None:
     """Until the end; why node 0 measures nothing, a sentence."""
     while True:
         order = _FOR_FOLLOWERS.decode(channel.receive())
-        if isinstance(order, Over):
+        if isinstance(order, Goodbye):
             return order.refused
         if isinstance(order, Welcome):
             continue
@@ -397,7 +397,7 @@ def join(meeting: Meeting, say: Say) -> Channel:
         raise ConfigError(
             f"node 0 at {meeting.where} did not let this node in: {why}; {TOKEN} must be the same on every node."
         ) from None
-    if isinstance(answer, Over):
+    if isinstance(answer, Goodbye):
         channel.close()
         raise ConfigError(f"node 0 ended: {answer.refused or 'it needs this node no more.'}")
     return channel

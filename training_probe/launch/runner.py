@@ -110,7 +110,7 @@ class Limits:
     limit_s: float | None = None
 
 
-class Output(Protocol):
+class ProcessOutput(Protocol):
     """What processes write while they run. line_of: what a line of `path` is about, for sentences."""
 
     path: Path
@@ -124,7 +124,7 @@ class Output(Protocol):
         `TEARDOWN_S`."""
 
 
-class Here:
+class LocalMachine:
     """This machine."""
 
     def start(self, job: Job, cancelled: threading.Event) -> Running:
@@ -134,7 +134,7 @@ class Here:
         return oom_kills()
 
 
-HERE = Here()
+HERE = LocalMachine()
 
 
 def until_stopped(directory: Path, say: Callable[[str], None], work: Callable[[threading.Event], None]) -> int:
@@ -165,7 +165,9 @@ def start_here(job: Job, port: int) -> ServerSpec:
     )
 
 
-def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading.Event, place: Place = HERE) -> Ended:
+def run_processes(
+    job: Job, output: ProcessOutput, limits: Limits, cancelled: threading.Event, place: Place = HERE
+) -> Ended:
     """Starts processes, watches their output and ends them. Raises Stopped, LaunchError."""
     kills = place.oom_kills()
     try:
@@ -195,7 +197,9 @@ def run_processes(job: Job, output: Output, limits: Limits, cancelled: threading
     )
 
 
-def _watch(running: Running, output: Output, tail: Tail, limits: Limits, cancelled: threading.Event) -> str | None:
+def _watch(
+    running: Running, output: ProcessOutput, tail: Tail, limits: Limits, cancelled: threading.Event
+) -> str | None:
     """Until the processes are over or need no longer run; why they are given up, a clause. Raises Stopped and
     NodeLost."""
     began = moved = time.monotonic()
@@ -216,7 +220,7 @@ def _watch(running: Running, output: Output, tail: Tail, limits: Limits, cancell
     return None
 
 
-def _why_to_give_up(output: Output, limits: Limits, quiet_s: float, age_s: float) -> str | None:
+def _why_to_give_up(output: ProcessOutput, limits: Limits, quiet_s: float, age_s: float) -> str | None:
     if quiet_s > limits.timeout_s:
         return f"no {output.line_of} in {limits.timeout_s:g} s"
     if limits.limit_s is not None and age_s > limits.limit_s:

@@ -20,7 +20,7 @@ Spread = tuple[float, float | None, float | None]  # in the middle, low, high
 
 
 @dataclass
-class Line:
+class CurvePoints:
     """A line over sizes while it is collected: points of x, y and what hover shows."""
 
     points: list[tuple[float, Spread, str]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Line:
         )  # fmt: skip
 
 
-Lines = dict[str, Line]  # by name
+Lines = dict[str, CurvePoints]  # by name
 
 
 def build(results: Sequence[Measured], device_name: str) -> Iterator[Section]:
@@ -73,7 +73,7 @@ def _gemm(results: Sequence[Measured], device_name: str) -> Iterator[Chart]:
     for result in results:
         point = result.point
         if isinstance(point, Gemm) and not point.peak:
-            line = curves.setdefault(point.dtype, {}).setdefault(point.curve or f"N{point.n}_K{point.k}", Line())
+            line = curves.setdefault(point.dtype, {}).setdefault(point.curve or f"N{point.n}_K{point.k}", CurvePoints())
             shape = f"{point.m} x {point.n} x {point.k}"
             line.points.append((point.m, _speeds(result, point.flops / TERA), shape))
     for dtype, lines in curves.items():
@@ -114,7 +114,7 @@ def _collectives(results: Sequence[Measured]) -> Iterator[Chart]:
 
 
 def _add(to: Lines, name: str, size_bytes: int, value: Spread) -> None:
-    to.setdefault(name, Line()).points.append((size_bytes / MIB, value, size_text(size_bytes)))
+    to.setdefault(name, CurvePoints()).points.append((size_bytes / MIB, value, size_text(size_bytes)))
 
 
 def _over_size(title: str, y_label: str, lines: Lines) -> Chart:

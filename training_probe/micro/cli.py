@@ -55,7 +55,7 @@ def _sizes(kind: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class MicroOptions:
     """How points are measured."""
 
     device: Annotated[Device | None, _measured("By default cuda where there is a GPU.")] = None
@@ -78,7 +78,7 @@ class Measuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCluster(SeveralNodes):
+class MicroPlacement(SeveralNodes):
     """Where the ranks are."""
 
     on: Annotated[
@@ -109,14 +109,14 @@ def gemm(
     k: Annotated[tuple[int, ...], _list("Inputs of the layer.", converter=whole)] = (),
     dtype: Annotated[tuple[Dtype, ...], _list("bf16 fp16 fp32 tf32 int8 fp8; by default bf16, CPU: fp32 bf16.")] = (),
     preset: Annotated[GemmPreset | None, _points("The paper's shapes; --dtype chooses among types.")] = None,
-    measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
+    measuring: Annotated[MicroOptions | None, Parameter(name="*")] = None,
 ) -> int:
     """Time matrix products, every combination of M, N and K, as shares of the GPU's peak: the data sheet's, and that of
     the fastest product of the same run.
 
     For example: training_probe micro gemm --m 666 10624 --n 11008 --k 4096 --dtype bf16 fp8
     """
-    measuring = measuring or Measuring()
+    measuring = measuring or MicroOptions()
     machine = _machine(measuring, preset)
     points = presets.gemms(machine.device, m=m, n=n, k=k, dtypes=dtype, preset=preset)
     return _run("gemm", preset, points, measuring, machine.using(1))
@@ -126,14 +126,14 @@ def memcpy(
     *,
     sizes: Annotated[tuple[int, ...], _list("Such as 4K 64M 1G; by default 1 KiB to 1 GiB.", converter=_sizes)] = (),
     preset: Annotated[CopyPreset | None, _points("Figure 12: host to device and back.")] = None,
-    measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
+    measuring: Annotated[MicroOptions | None, Parameter(name="*")] = None,
 ) -> int:
     """Time copies from host to device and back, pageable and pinned, and within the device; without a GPU within the
     host.
 
     For example: training_probe micro memcpy --sizes 1K 1M 1G
     """
-    measuring = measuring or Measuring()
+    measuring = measuring or MicroOptions()
     machine = _machine(measuring, preset)
     points = presets.copies(machine.device, sizes=sizes, preset=preset)
     return _run("memcpy", preset, points, measuring, machine.using(1))
@@ -153,15 +153,15 @@ def collectives(
         int | None, _points("Ranks, one a GPU; by default all GPUs here, without any 2.", converter=whole)
     ] = None,
     preset: Annotated[CollectivePreset | None, _points("The collectives of the paper's Figures 13 to 15.")] = None,
-    where: Annotated[OnCluster | None, Parameter(name="*")] = None,
-    measuring: Annotated[Measuring | None, Parameter(name="*")] = None,
+    where: Annotated[MicroPlacement | None, Parameter(name="*")] = None,
+    measuring: Annotated[MicroOptions | None, Parameter(name="*")] = None,
 ) -> int:
     """Time collectives over NCCL, with P2P and without, or over gloo on the CPU, within this machine or between
     several: nodes of a Ray cluster, or those on which the same command is started; each result is checked once.
 
     For example: training_probe micro collectives --op allreduce allgather --sizes 1M 64M 1G
     """
-    measuring, where = measuring or Measuring(), where or OnCluster()
+    measuring, where = measuring or MicroOptions(), where or MicroPlacement()
     where.check(gpus)
     ways = [way == "on" for way in p2p]
     if where.on is not None or where.nnodes > 1:
@@ -181,7 +181,7 @@ def collectives(
 
 
 @contextlib.contextmanager
-def _nodes(measuring: Measuring, where: OnCluster, gpus: int | None) -> Iterator[tuple[Machine, Nodes]]:
+def _nodes(measuring: MicroOptions, where: MicroPlacement, gpus: int | None) -> Iterator[tuple[MicroMachine, Nodes]]:
     """Nodes of a cluster, and what they are together. Raises MicroError, ConfigError and ClusterError."""
     from loadgen.cluster.link import NodeLost
     from loadgen.cluster.ray_cluster import ClusterError
@@ -205,7 +205,9 @@ def _nodes(measuring: Measuring, where: OnCluster, gpus: int | None) -> Iterator
 
 
 @contextlib.contextmanager
-def _met(measuring: Measuring, where: OnCluster, gpus: int | None, asked: object) -> Iterator[tuple[Machine, Nodes]]:
+def _met(
+    measuring: MicroOptions, where: MicroPlacement, gpus: int | None, asked: object
+) -> Iterator[tuple[MicroMachine, Nodes]]:
     """The same of nodes that meet. asked: the options that must be equal on all of them. Raises MicroError, GridError,
     ConfigError and ClusterError."""
     from training_probe.launch import rendezvous
@@ -232,12 +234,12 @@ def _ranks_of(nodes: int, gpus: int | None, device: Device, here: int, *, chosen
     return ranks
 
 
-def _together(device: Device, found: Sequence[Gpu], ranks: int) -> Machine:
+def _together(device: Device, found: Sequence[Gpu], ranks: int) -> MicroMachine:
     """What nodes are as one machine, with the GPUs of the ranks."""
     from backends.gpus import Inventory
 
     numbered = tuple(msgspec.structs.replace(gpu, index=rank) for rank, gpu in enumerate(found))
-    return Machine(device, Inventory(gpus=numbered), tuple(range(len(found))), ranks)
+    return MicroMachine(device, Inventory(gpus=numbered), tuple(range(len(found))), ranks)
 
 
 def _ranks(gpus: int | None, device: Device, here: int) -> int:
@@ -257,7 +259,7 @@ def _ranks(gpus: int | None, device: Device, here: int) -> int:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MicroMachine:
     """gpu_ids: NVML indices of the GPUs that may be used; ranks: how many processes."""
 
     device: Device
@@ -265,7 +267,7 @@ class Machine:
     gpu_ids: tuple[int, ...]
     ranks: int = 1
 
-    def using(self, ranks: int) -> Machine:
+    def using(self, ranks: int) -> MicroMachine:
         """With so many processes, and no more GPUs than these take."""
         return replace(self, gpu_ids=self.gpu_ids[:ranks], ranks=ranks)
 
@@ -276,7 +278,7 @@ class Machine:
         return ", ".join(dict.fromkeys(names.get(index, "unknown GPU") for index in self.gpu_ids)) or "CPU"
 
 
-def _machine(measuring: Measuring, preset: str | None) -> Machine:
+def _machine(measuring: MicroOptions, preset: str | None) -> MicroMachine:
     """Raises MicroError, GpuError."""
     from backends import gpus
 
@@ -288,10 +290,10 @@ def _machine(measuring: Measuring, preset: str | None) -> Machine:
         raise MicroError(f"this machine has no GPU that can be used ({inventory.problem or 'none is visible'}).")
     if preset is not None and measuring.device is None and device == "cpu":
         raise MicroError(f"--preset {preset} is for GPUs and this machine has none; --device cpu runs it all the same.")
-    return Machine(device, inventory, gpu_ids)
+    return MicroMachine(device, inventory, gpu_ids)
 
 
-def _sampling(measuring: Measuring, kind: Kind, preset: str | None, device: Device) -> tuple[int, float | None]:
+def _sampling(measuring: MicroOptions, kind: Kind, preset: str | None, device: Device) -> tuple[int, float | None]:
     """Samples of a point, and seconds that they may take; None: as many as are named."""
     if measuring.samples is not None:
         return measuring.samples, None
@@ -306,8 +308,8 @@ def _run(
     kind: Kind,
     preset: str | None,
     points: Sequence[Point],
-    measuring: Measuring,
-    machine: Machine,
+    measuring: MicroOptions,
+    machine: MicroMachine,
     nodes: Nodes | None = None,
 ) -> int:
     import time

@@ -79,7 +79,7 @@ class MicroManifest(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine = msgspec.field(default_factory=this_machine)
 
 
-class Command:
+class MicroCommand:
     """The command lines of the processes; another in tests."""
 
     def __call__(
@@ -102,7 +102,7 @@ class _Launch:
 
 
 def measure(
-    manifest: MicroManifest, directory: Path, say: Say, command: Command | None = None, place: Place = HERE
+    manifest: MicroManifest, directory: Path, say: Say, command: MicroCommand | None = None, place: Place = HERE
 ) -> int:
     """Measures into a new directory; the exit code. Raises RunError, RunnerError."""
     if sys.platform != "linux":
@@ -117,7 +117,7 @@ def measure(
         def measure_all(cancelled: threading.Event) -> None:
             for launch in _launches(manifest.task.points, os.environ):
                 points = _PointFile(launch, directory / RUNS / launch.name, say, keep)
-                _run(manifest, points, command or Command(), place, cancelled)
+                _run(manifest, points, command or MicroCommand(), place, cancelled)
 
         return runner.until_stopped(directory, say, measure_all)
 
@@ -136,7 +136,7 @@ def _launches(points: Sequence[Point], ours: Mapping[str, str]) -> Iterator[_Lau
 
 
 def _run(
-    manifest: MicroManifest, points: _PointFile, command: Command, place: Place, cancelled: threading.Event
+    manifest: MicroManifest, points: _PointFile, command: MicroCommand, place: Place, cancelled: threading.Event
 ) -> None:
     """One launch: measures all its points. Raises Stopped, RunnerError."""
     directory, launch, ranks = points.directory, points.launch, manifest.ranks

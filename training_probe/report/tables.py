@@ -25,7 +25,7 @@ UNSOUND = "the losses were not finite or did not fall, so what was timed is no t
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class PaperLine:
     """A row of one of the paper's tables: what each of its platforms reached."""
 
     table: TableName
@@ -51,7 +51,7 @@ class MachineColumns(NamedTuple):
         return f"{self.platform}, {self.gpus} {self.on}{plural}"
 
 
-Matched = dict[Line, dict[MachineColumns, CellResult]]
+Matched = dict[PaperLine, dict[MachineColumns, CellResult]]
 
 # What the points of a line of Figure 4 share.
 ALIKE = ("platform", "batch_size", *(name for name in SHARED if name != "gpus"))
@@ -76,13 +76,13 @@ def build(results: Sequence[CellResult]) -> list[Table]:
 # The paper's layout.
 
 
-def lines(table: TableName) -> list[Line]:
+def lines(table: TableName) -> list[PaperLine]:
     printed: dict[tuple[str, str, str], dict[str, PaperRow]] = {}
     for row in paper.rows():
         if row.table == table:
             key = (row.model, row.label, row.batch_label if table == "II" else "")
             printed.setdefault(key, {})[row.platform] = row
-    return [Line(table, *key, by_platform) for key, by_platform in printed.items()]
+    return [PaperLine(table, *key, by_platform) for key, by_platform in printed.items()]
 
 
 def matched(table: TableName, results: Iterable[CellResult]) -> Matched:
@@ -103,7 +103,7 @@ def machine(result: CellResult) -> MachineColumns:
     return MachineColumns(result.platform, result.gpus, "process" if result.device == "cpu" else "GPU")
 
 
-def _is_of(line: Line, result: CellResult) -> bool:
+def _is_of(line: PaperLine, result: CellResult) -> bool:
     """Whether the paper ran this cell, on other hardware."""
     row = line.leading
     searched = bool(result.search) or result.batch_size is None
@@ -201,7 +201,7 @@ def short_name(result: CellResult) -> str:
     return f"{shown}{result.method} {result.gpus}x s{result.seq_len}{batch}"
 
 
-def row_name(line: Line, ours: Sequence[CellResult]) -> str:
+def row_name(line: PaperLine, ours: Sequence[CellResult]) -> str:
     """A row of the paper's table: its method and sizes; where the batch here is another, it is HERE/PAPER'S."""
     here = ",".join(dict.fromkeys(str(each.batch_size) for each in ours if each.batch_size is not None)) or OOM
     theirs = str(line.leading.batch_size or OOM)

@@ -27,7 +27,7 @@ from loadgen.rundir import Machine, RunError, machine_memory_bytes, this_machine
 from training_probe import flops, llama_shape, memory, own_deepspeed
 from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model, impossible
 from training_probe.launch import runner
-from training_probe.launch.cluster import Elsewhere
+from training_probe.launch.cluster import NodePool
 from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOutcome
 from training_probe.memory import Prediction
 from training_probe.memory.layers import uncounted
@@ -143,7 +143,7 @@ class Predictor(Protocol):
     def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
 
 
-class Memory(Protocol):
+class GpuMemory(Protocol):
     """The memory of the GPUs that runs use, as runner.MemoryReturn knows it."""
 
     def wait(self, cancelled: threading.Event, /) -> str | None: ...
@@ -168,7 +168,7 @@ class Dependencies:
     predictor: Predictor = memory
     node_bytes: Callable[[], int | None] = machine_memory_bytes
     place: Place = HERE
-    cluster: Elsewhere | None = None
+    cluster: NodePool | None = None
 
     def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
         """The prediction for a cell, `sized`; None where nothing is known, and on the CPU, which is not predicted."""
@@ -270,7 +270,7 @@ class Context:
     manifest: SweepManifest
     around: Dependencies
     progress: CellProgress
-    memory: Memory
+    memory: GpuMemory
     cancelled: threading.Event
     nodes: Sequence[str] = ()
 

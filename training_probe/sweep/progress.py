@@ -32,7 +32,7 @@ Utilization = Callable[[Cell, float], tuple[float | None, float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class SweepFrame:
     """What one picture shows. others: how many other cells run. doing: of this cell. tokens_per_s: None before its
     first step; one value a second in the history, the newest last. over: cells, by outcome. at_s: when all this was so,
     by the monotonic clock."""
@@ -51,7 +51,7 @@ class Frame:
     at_s: float
 
 
-def lines(frame: Frame, width: int, height: int = MAX_LINES) -> list[Text]:
+def lines(frame: SweepFrame, width: int, height: int = MAX_LINES) -> list[Text]:
     """The picture for a terminal of `width` columns; the first `height` lines of it."""
     others = f" (and {frame.others} more)" if frame.others else ""
     title = Text(f"{frame.place}  {frame.cell}{others}", style="bold")
@@ -179,10 +179,10 @@ class Progress:
             self._speeds.append(cell.speed())
             self._write("running")
 
-    def frame(self, cell: CellProgress) -> Frame:
+    def frame(self, cell: CellProgress) -> SweepFrame:
         """The picture as it is now."""
         outcomes = Counter[str](result.outcome for result in self._results)
-        return Frame(
+        return SweepFrame(
             place=self._series.place(cell.cell.name), cell=cell.cell.name, others=len(self._running) - 1,
             doing=cell.doing, done_ratio=self._series.done_ratio, elapsed_s=time.monotonic() - self._began_s,
             left_s=self._series.left_s, tokens_per_s=cell.speed(), tokens_history=tuple(self._speeds),

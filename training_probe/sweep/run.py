@@ -49,7 +49,7 @@ from training_probe.sweep.cell import (
     CellRun,
     Context,
     Dependencies,
-    Memory,
+    GpuMemory,
     Predicted,
     Settings,
     SweepManifest,
@@ -251,7 +251,7 @@ class _Measuring:
         self._cell(cell, manifest, replace(self._around, place=placed.nodes), placed.nodes, placed.nodes.hosts)
 
     def _cell(
-        self, cell: Cell, manifest: SweepManifest, around: Dependencies, memory: Memory, nodes: Sequence[str] = ()
+        self, cell: Cell, manifest: SweepManifest, around: Dependencies, memory: GpuMemory, nodes: Sequence[str] = ()
     ) -> None:
         """Raises Stopped."""
         why = self._refusal(cell, manifest)

@@ -241,7 +241,7 @@ class Fsdp2(_Torch):
         self._cell = cell = trial.cell
         mesh = sharding.mesh_of(cell, device)
         self._part = ring.Part(cell, device) if cell.cp > 1 else None
-        exchange = experts.Exchange(cell, device) if cell.ep > 1 else None
+        exchange = experts.TokenExchange(cell, device) if cell.ep > 1 else None
         with torch.device("meta"):
             built = models.build(trial)
             model = models.adapt(packed.put_in(built, cell) if cell.letters.four_bit else built, trial)

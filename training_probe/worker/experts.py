@@ -27,7 +27,7 @@ NAME = "exchanged"  # of these experts, to transformers
 _LIKE_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "act_fn")
 
 
-class Exchange:
+class TokenExchange:
     """The groups of the ranks that have all experts together. Makes the exchange known to transformers."""
 
     def __init__(self, cell: Cell, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from loadgen.document.content import Table
 from training_probe import paper
 from training_probe.breakdown import report as breakdown_report
 from training_probe.breakdown import tables
-from training_probe.breakdown.attribution import Attribution, Share, Window
+from training_probe.breakdown.attribution import Attribution, PassTimes, Share
 from training_probe.breakdown.run import Breakdown
 from training_probe.cli import invoke
 from training_probe.grid import Cell, cell
@@ -22,7 +22,7 @@ from training_probe.results import BREAKDOWN_FILE
 def traced(of: Cell, outcome: str = "ok") -> Breakdown:
     """Of a step of 100 ms: forward 30, backward 60, optimizer 10."""
     windows = [
-        Window(
+        PassTimes(
             phase=phase, overall_s=overall_s, compute_s=0.8 * overall_s, exposed_communication_s=0.1 * overall_s,
             exposed_memcpy_s=0.0, idle_s=0.1 * overall_s, communication_s=0.2 * overall_s, memcpy_s=0.0,
         )

@@ -29,7 +29,7 @@ from training_probe.launch import node, rendezvous
 from training_probe.launch.channel import Channel, ChannelError
 from training_probe.launch.node import Facts, Inspect, Node, Order, Poll, Reply, StartRanks, Status
 from training_probe.launch.nodes import Nodes
-from training_probe.launch.rendezvous import Fleet, Hello, Meeting, Over, follow, gathered, is_ours, is_plain
+from training_probe.launch.rendezvous import Goodbye, Hello, Meeting, MetNodes, follow, gathered, is_ours, is_plain
 from training_probe.launch.runner import NodeRank, worker_command
 from training_probe.sweep import run as sweeps
 from training_probe.sweep.cell import Dependencies, Settings
@@ -114,7 +114,7 @@ def test_another_token_is_refused_and_node_0_waits_on(pool: ThreadPoolExecutor) 
     assert following.result(LONG_S) == 0
 
 
-def greeted(at: Meeting, hello: Hello) -> tuple[Channel, rendezvous.Welcome | Over | Order]:
+def greeted(at: Meeting, hello: Hello) -> tuple[Channel, rendezvous.Welcome | Goodbye | Order]:
     channel = Channel(rendezvous.connected(at, lambda _: None), SECRET, listens=False)
     channel.send(msgspec.msgpack.encode(hello))
     return channel, rendezvous._FOR_FOLLOWERS.decode(channel.receive(LONG_S))
@@ -137,7 +137,7 @@ def test_a_node_that_was_started_wrongly_is_named(
     coming = pool.submit(greeted, at, hello)
     with pytest.raises(ConfigError, match=sentence) as raised, gathered(at, lambda _: None):
         pass
-    assert coming.result(LONG_S)[1] == Over(refused=str(raised.value))
+    assert coming.result(LONG_S)[1] == Goodbye(refused=str(raised.value))
 
 
 def test_one_rank_is_one_node_unless_the_first_is_gone(pool: ThreadPoolExecutor) -> None:
@@ -149,7 +149,7 @@ def test_one_rank_is_one_node_unless_the_first_is_gone(pool: ThreadPoolExecutor)
         lines.until("node 1 is")
         first, _ = greeted(at, hello)
         second, answer = greeted(at, hello)
-        assert isinstance(answer, Over)
+        assert isinstance(answer, Goodbye)
         first.close()
         second.close()
 
@@ -216,7 +216,7 @@ class Pair:
         Status(grown={"..": b""}),
         Status(files={"/etc/passwd": b""}),
         Facts(version="1", python="", root="", port=1, inventory=Inventory()),
-        Over(),
+        Goodbye(),
         {"a": 1},
     ],
 )
@@ -244,7 +244,7 @@ def test_any_answer_is_an_answer_or_a_lost_node(data: bytes) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.binary(max_size=100).filter(lambda data: data != msgspec.msgpack.encode(Over())))
+@given(st.binary(max_size=100).filter(lambda data: data != msgspec.msgpack.encode(Goodbye())))
 def test_orders_that_are_none_end_a_follower(data: bytes) -> None:
     at = meeting()
     with ThreadPoolExecutor(1) as pool, socket.create_server((at.address, at.port)) as listener:
@@ -315,7 +315,7 @@ class Said:
 
 
 def test_more_ranks_than_a_node_can_take_are_refused() -> None:
-    fleet = Fleet(Nodes([Said("a", 8, 4), Said("b", 4, 1)]))
+    fleet = MetNodes(Nodes([Said("a", 8, 4), Said("b", 4, 1)]))
     assert fleet.gpus() == 8 and len(fleet.devices()) == 12
     assert [gpu.uuid for gpu in fleet.gpus_of(4)] == ["a-0", "a-1", "b-0", "b-1"]
     fleet.check_cells([cell("7b", 8, "cuda"), cell("tiny", 8, "cpu")])
@@ -324,7 +324,7 @@ def test_more_ranks_than_a_node_can_take_are_refused() -> None:
     with pytest.raises(GridError, match=r"10 is 5 processes .* node 1 \(b\) cannot give them: its 1 core can take 4"):
         fleet.check_cells([cell("tiny", 10, "cpu")])
     with pytest.raises(GridError, match=r"node 0 \(c\) cannot give them: it has none that can be used"):
-        Fleet(Nodes([Said("c", 0, 1)])).check_ranks(1, on_cpu=False)
+        MetNodes(Nodes([Said("c", 0, 1)])).check_ranks(1, on_cpu=False)
 
 
 def cell(does: str, gpus: int = 2, device: Any = "cpu") -> Cell:

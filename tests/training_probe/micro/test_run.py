@@ -48,7 +48,7 @@ with (directory / POINTS_FILE).open("ab", buffering=0) as file:
 """
 
 
-class StandIn(run.Command):
+class StandIn(run.MicroCommand):
     """Measures without measuring; at point `fails_at` it crashes or hangs."""
 
     def __init__(self, fails_at: int = -1, how: str = "crash") -> None:
@@ -209,7 +209,7 @@ def test_torch_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_exit_codes_and_the_last_line(
     how: StandIn, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run, "Command", lambda: how)
+    monkeypatch.setattr(run, "MicroCommand", lambda: how)
     assert cli.invoke(["micro", "memcpy", "--sizes", "1K", "4K", "--out", str(tmp_path / "o")]) == code
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["kind"] == "memcpy" and report["points"]["all"] == 2

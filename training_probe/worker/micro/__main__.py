@@ -20,7 +20,7 @@ from training_probe.points import ABOUT_FILE, POINTS_FILE, TASK_FILE, About, Col
 from training_probe.protocol import CANNOT_GO_ON, write_atomically
 from training_probe.worker.measure import nccl_version, nvml_handle, own_device
 from training_probe.worker.micro import collectives, gemm, memcpy
-from training_probe.worker.micro.timing import Stop
+from training_probe.worker.micro.timing import MeasurementStopped
 
 
 def main(directory: Path) -> int:
@@ -39,7 +39,7 @@ def main(directory: Path) -> int:
                     file.write(msgspec.json.encode(result) + b"\n")
                 gc.collect()
                 watch.start()
-    except Stop as error:
+    except MeasurementStopped as error:
         traceback.print_exc()
         print(f"{CANNOT_GO_ON}{error}", file=sys.stderr)
         return 1

@@ -54,7 +54,7 @@ SERVER_CACHE_BYTES = 256 << 20  # of the CPU beside a GPU
 Launch = Callable[[], object]
 
 
-class Stop(Exception):
+class MeasurementStopped(Exception):
     """The device or the other ranks are beyond use: no further point can be measured in this process."""
 
 
@@ -311,8 +311,8 @@ def clearing(device: torch.device) -> Launch | None:
 
 
 def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:
-    """What `measure` gives, or why it cannot. Raises Stop with the point's end, after which nothing more can be done
-    on the device."""
+    """What `measure` gives, or why it cannot. Raises MeasurementStopped with the point's end, after which nothing more
+    can be done on the device."""
     try:
         return measure()
     except Exception as error:
@@ -320,10 +320,10 @@ def attempted(point: Point, measure: Callable[[], Measured]) -> Measured:
         if isinstance(error, torch.OutOfMemoryError) or any(sign in reason.lower() for sign in OOM_SIGNS):
             return Measured(point=point, outcome="oom", reason=reason)
         if _beyond_use(error):
-            raise Stop(reason) from error
+            raise MeasurementStopped(reason) from error
         if isinstance(error, RuntimeError | NotImplementedError | ValueError | TypeError | AttributeError):
             return Measured(point=point, outcome="unsupported", reason=reason)
-        raise Stop(f"{type(error).__name__}: {reason}") from error
+        raise MeasurementStopped(f"{type(error).__name__}: {reason}") from error
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
