@@ -16,7 +16,7 @@ from cyclopts import Group
 from backends.exit_codes import check_least, install_command
 from backends.untrusted import printable
 from loadgen.option_types import is_host, names, offers, option, whole_number
-from training_probe import grid, own_deepspeed, trials
+from training_probe import grid, own_deepspeed, refusals, trials
 from training_probe.grid import Cell, GridError, Method, Model, Task
 from training_probe.llama_shape import LlamaShape, NoShape, shape_of
 
@@ -660,7 +660,9 @@ def check_possible(cells: Sequence[Cell], known: Mapping[str, Model]) -> None:
             "dpo is the nearest (--task dpo)."
         )
     models = [Model() if cell.own else known[cell.model] for cell in cells]
-    reasons = [grid.impossible(cell, model.decoder, model.unknown) for cell, model in zip(cells, models, strict=True)]
+    reasons = [
+        refusals.impossible(cell, model.decoder, model.unknown) for cell, model in zip(cells, models, strict=True)
+    ]
     if all(reasons):
         many = "" if len(cells) == 1 else f"none of the {len(cells)} cells can be run; "
         raise GridError(f"{many}{cells[0].name} cannot be run: {reasons[0]}.")

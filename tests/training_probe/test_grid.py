@@ -14,19 +14,8 @@ from hypothesis import strategies as st
 from backends import catalog
 from backends.decoder import ModelSpec
 from training_probe import llama_shape
-from training_probe.grid import (
-    ENGINES,
-    LETTERS,
-    LORA_TARGETS,
-    NAIVE,
-    Cell,
-    GridError,
-    Method,
-    cell,
-    grid,
-    impossible,
-    settled,
-)
+from training_probe.grid import ENGINES, LETTERS, LORA_TARGETS, NAIVE, Cell, GridError, Method, cell, grid, settled
+from training_probe.refusals import impossible
 
 RING = {"method": "F+Z3", "engine": "fsdp2", "cp": 2, "gpus": 2}
 EXCHANGE = {"engine": "fsdp2", "ep": 2, "gpus": 2, "model": "mixtral-8x7b"}

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from loadgen.load.lengths import WorkloadError
 from training_probe import llama_shape
 from training_probe.flops import flops_per_token
-from training_probe.grid import Cell, cell, impossible, settled
+from training_probe.grid import Cell, cell, settled
 from training_probe.memory import predict
 from training_probe.packing import draw, packed
+from training_probe.refusals import impossible
 
 SPEC = llama_shape.known("7b")
 assert SPEC is not None

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from training_probe import paper
-from training_probe.grid import Cell, Device, Method, impossible
+from training_probe.grid import Cell, Device, Method
 from training_probe.paper import PaperRow
+from training_probe.refusals import impossible
 
 
 def printed(table: str, model: str, label: str, platform: str = paper.LEADING, batch: str = "") -> PaperRow:

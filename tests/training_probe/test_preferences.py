@@ -8,8 +8,9 @@ import pytest
 
 from training_probe import cli, llama_shape
 from training_probe.flops import flops_per_token, weights
-from training_probe.grid import Cell, cell, impossible
+from training_probe.grid import Cell, cell
 from training_probe.memory import Prediction, predict
+from training_probe.refusals import impossible
 
 SPEC = llama_shape.known("7b")
 assert SPEC is not None

@@ -13,10 +13,11 @@ from loadgen.document import terminal
 from loadgen.document.content import Column, Table
 from loadgen.document.terminal import WIDEST
 from training_probe import memory
-from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, adapter_notes, impossible
+from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, adapter_notes
 from training_probe.memory import Prediction, process
 from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Moment, Term
+from training_probe.refusals import impossible
 from training_probe.results import GIB
 
 SCHEMA = "training_probe.memory/1"

@@ -25,7 +25,7 @@ from backends.untrusted import read_json
 from loadgen import models
 from loadgen.rundir import Machine, RunError, machine_memory_bytes, this_machine
 from training_probe import flops, llama_shape, memory, own_deepspeed
-from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model, impossible
+from training_probe.grid import PAPER_MAX_MICRO_BATCH, Cell, Model
 from training_probe.launch import runner
 from training_probe.launch.cluster import NodePool
 from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOutcome
@@ -33,6 +33,7 @@ from training_probe.memory import Prediction
 from training_probe.memory.layers import uncounted
 from training_probe.memory.process import Fit, host_judged
 from training_probe.protocol import CHECKPOINT, TIMELINE_STEPS, Step, Trial
+from training_probe.refusals import impossible
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
 from training_probe.sweep.progress import CellProgress
 

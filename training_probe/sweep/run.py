@@ -31,7 +31,7 @@ from loadgen.cluster.link import NodeLost
 from loadgen.config import ray_address
 from loadgen.rundir.series import MeasurementSeries
 from training_probe import own_deepspeed, results
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell
 from training_probe.launch.cluster import Placed, joined
 from training_probe.launch.runner import (
     ALONE,
@@ -43,6 +43,7 @@ from training_probe.launch.runner import (
     until_stopped,
 )  # fmt: skip
 from training_probe.protocol import write_atomically
+from training_probe.refusals import impossible
 from training_probe.results import GIB, CellResult, Outcome, of_cell
 from training_probe.sweep.cell import (
     MANIFEST_FILE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell
 from training_probe.launch.runner import (
     PORTABLE_PYTHON,
     THREADS,
@@ -21,6 +21,7 @@ from training_probe.launch.runner import (
     worker_command,
 )
 from training_probe.protocol import LOG_FILE
+from training_probe.refusals import impossible
 from training_probe.sweep.cell import Settings
 
 PORTS = "20000 + SLURM_JOB_ID % 20000"  # jobs that share a node have ports of their own

@@ -15,8 +15,9 @@ from backends.catalog import from_config
 from tests.support.waiting import free_ports
 from tests.training_probe.engines import tiny
 from tests.training_probe.engines.test_own_models import CONFIGS
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell
 from training_probe.protocol import Trial
+from training_probe.refusals import impossible
 from training_probe.results import loss_doubt
 
 pytestmark = tiny.needs_engines

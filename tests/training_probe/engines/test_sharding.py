@@ -9,7 +9,8 @@ import pytest
 
 from tests.training_probe.engines import tiny
 from tests.training_probe.engines.test_training import AGREE, SAME, Trained, needed
-from training_probe.grid import Cell, impossible
+from training_probe.grid import Cell
+from training_probe.refusals import impossible
 from training_probe.results import loss_doubt
 
 pytestmark = tiny.needs_engines

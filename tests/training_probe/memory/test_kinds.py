@@ -13,11 +13,12 @@ from backends import catalog
 from backends.decoder import LatentAttention, ModelSpec
 from training_probe.cli import invoke
 from training_probe.flops import flops_per_token, weights
-from training_probe.grid import Cell, cell, impossible
+from training_probe.grid import Cell, cell
 from training_probe.llama_shape import known
 from training_probe.memory import predict
 from training_probe.memory.layers import layer_bytes, uncounted
 from training_probe.options import TINY
+from training_probe.refusals import impossible
 
 BEFORE = list(csv.DictReader((Path(__file__).parent / "before_kinds.csv").open()))
 

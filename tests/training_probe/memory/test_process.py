@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from backends import catalog
 from benchmarks import training_memory as truth
 from tests.data import unpacked
-from training_probe.grid import cell, impossible
+from training_probe.grid import cell
 from training_probe.llama_shape import known
 from training_probe.memory import fits, predict, process, verdict
 from training_probe.memory.process import host_judged, judged, usable_bytes
 from training_probe.memory.rank import Moment, Term
 from training_probe.memory.text import CARDS
+from training_probe.refusals import impossible
 from training_probe.results import GIB
 
 MOST_FREE = 0.15  # of a device on which a cell was said not to fit
