@@ -21,7 +21,8 @@ from loadgen import cli as loadgen_cli
 from training_probe import cli as training_probe_cli
 
 PROGRAMS = {"loadgen": loadgen_cli, "training_probe": training_probe_cli}
-TORCH = ("training_probe.worker.", "training_probe.callback")  # import torch and its engines
+# import torch and its engines
+TORCH = ("training_probe.worker.", "training_probe.callback", "training_probe.recorder", "training_probe.torchtitan")
 MODULES = [
     found.name
     for package in (backends, loadgen, servers, training_probe)
