@@ -715,16 +715,16 @@ import asyncio, resource, sys, tempfile
 from pathlib import Path
 from backends.protocol import Sampling
 from loadgen.config import Config
-from loadgen.plan import Job
-from loadgen.plan import Plan, PromptSource
+from loadgen.plan import ClientJob
+from loadgen.plan import ClientPlan, PromptSource
 from loadgen.client.engine import run_here
 from loadgen.event_loop import run_loop
 from loadgen.target import Target
 from loadgen.plan import Timeouts
 load = Config(requests=int(sys.argv[2]), concurrency=64, seed=1, input_tokens=16, output_tokens=2).load
-job = Job(run_id="r", version="0", model="m", sampling=Sampling(2), load=load, warmup=0,
+job = ClientJob(run_id="r", version="0", model="m", sampling=Sampling(2), load=load, warmup=0,
           timeouts=Timeouts(10.0, 600.0, 120.0, 3600.0))
-plan = Plan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
+plan = ClientPlan(job=job, backend="vllm", target=Target(sys.argv[1]), transport="fast", fresh=False,
             kernel_timestamps=False, prompts=PromptSource())
 with tempfile.TemporaryDirectory() as scratch:
     run_loop(run_here(plan, Path(scratch), lambda snapshots: None))
