@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         self.now = 0
         self.body_bytes = 0  # of the last piece of a body
         self.head = b""  # what was read of a reply whose headers are not complete
+        self.early_bytes = 0  # of heads before it, such as 100 Continue's
         self.in_headers = False
         self.idle_since_ns = -1  # -1: never used
         self.payload: bytes | None = None  # a request on a reused connection, until its reply begins
@@ -59,6 +60,7 @@ class Connection(asyncio.Protocol):
         exchange.abort = self.abort
         self.in_headers = True
         self.head = b""
+        self.early_bytes = 0
         if self.idle_since_ns >= 0:
             self.payload = payload
         exchange.sent_ns = now_ns()
@@ -120,7 +122,7 @@ class Connection(asyncio.Protocol):
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.give_up(f"not HTTP: {error}")
-        if self.in_headers and len(self.head) > HEADER_LIMIT_BYTES:
+        if self.in_headers and self.early_bytes + len(self.head) > HEADER_LIMIT_BYTES:
             self.give_up(f"response headers over {HEADER_LIMIT_BYTES} bytes")
 
     def give_up(self, reason: str) -> None:
@@ -138,7 +140,13 @@ class Connection(asyncio.Protocol):
         status = self.parser.get_status_code()
         if status < 100:
             self.give_up(f"not HTTP: status {status}")
-        elif status >= 200 and self.exchange is not None:
+        elif status < 200:  # the real reply follows, whose headers are its own
+            self.payload = None
+            if any(_field(self.head, name) for name in (b"transfer-encoding", b"content-length")):
+                self.give_up(f"not HTTP: status {status} with a body")
+            early, _, self.head = self.head.partition(b"\r\n\r\n")
+            self.early_bytes += len(early)
+        elif self.exchange is not None:
             self.in_headers = False
             self.payload = None
             wanted_headers = (b"location", b"retry-after") if status != 200 else ()

@@ -56,6 +56,8 @@ def find(name: str) -> GpuSpec:
 
 def _wrong(gpu: GpuSpec) -> Iterator[str]:
     """What no GPU can be like."""
+    if not gpu.name.isprintable():
+        yield f"name is '{printable(gpu.name)}' and must be of characters that print"
     yield from _not_positive("", gpu, ("flops", "memory_bytes_per_s", "memory_bytes"))
     gemms = {"gemm": gpu.gemm} | {f"gemms.{dtype}": fit for dtype, fit in gpu.gemms.items()}
     attentions = {"attention": gpu.attention} | {f"attentions.{dtype}": fit for dtype, fit in gpu.attentions.items()}

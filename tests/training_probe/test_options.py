@@ -187,7 +187,8 @@ def test_gpus_that_cuda_may_not_see_do_not_count(
 
 
 @pytest.mark.parametrize("argv", [[], ["--device", "cpu"], ["--preset", "laptop"], ["--steps", "8"]])
-def test_without_cells_it_is_the_laptop(argv: list[str], swept: Swept) -> None:
+def test_without_cells_it_is_the_laptop(argv: list[str], swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "multiplies_bf16", lambda cpu_info: True)
     cells, settings = asked(swept, *argv)
     assert cells == paper.presets()["laptop"](0, "cpu") and {cell.gpus for cell in cells} == {1, 2}
     steps = 8 if "--steps" in argv else 100

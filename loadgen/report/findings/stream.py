@@ -319,11 +319,16 @@ def _groups_matter(numbers: Numbers, measured: RequestTable, shortest_us: float)
         began += len(is_short) - int(is_short.sum()) + int((part.events > 0).sum())
         several += int((is_short & ~after_short).sum())
         pauses_us += float(part.itl_us[~is_short].sum())
-    gaps, ttft_ms = len(measured.itl_us), numbers.metrics["ttft_ms"].p50
-    if short < pace.BENT_RATIO * gaps or several < pace.SEVERAL_RATIO * began or short == gaps or not ttft_ms:
+    gaps, replies, ttft_ms = len(measured.itl_us), _replies(measured), numbers.metrics["ttft_ms"].p50
+    if (
+        short < pace.BENT_RATIO * gaps
+        or several < pace.SEVERAL_RATIO * began
+        or short == gaps
+        or not (ttft_ms and replies)
+    ):
         return False
     waited_ms = (pauses_us / (gaps - short) - float(measured.itl_us.mean())) / 1000
-    in_group, in_reply = (gaps + _replies(measured)) / began, gaps / _replies(measured)
+    in_group, in_reply = (gaps + replies) / began, gaps / replies
     return waited_ms > GROUPED_INVALID_RATIO * ttft_ms or in_group - 1 > GROUP_INVALID_RATIO * in_reply
 
 

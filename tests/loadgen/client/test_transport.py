@@ -410,6 +410,22 @@ def test_a_status_that_is_none(kind: str) -> None:
     assert (exchange.outcome, exchange.error, len(exchange.times)) == ("protocol_error", "not HTTP: status 13", 0)
 
 
+@pytest.mark.parametrize("field", [b"Transfer-Encoding: chunked", b"Content-Length: 4"])
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
+def test_a_body_of_what_is_no_reply_yet(kind: str, field: bytes) -> None:
+    (exchange,) = tell(kind, lambda _: [b"HTTP/1.1 199 OK\r\n" + field + b"\r\n\r\nac\r\n", CLOSE])
+    assert (exchange.outcome, exchange.error) == ("protocol_error", "not HTTP: status 199 with a body")
+
+
+@pytest.mark.parametrize("kind", ["fast", "stamped"])
+def test_headers_behind_those_of_an_early_hint(kind: str) -> None:
+    hint = b"HTTP/1.1 103 Early Hints\r\nRetry-After: 1\r\n\r\n"
+    busy = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 7\r\nContent-Length: 0\r\n\r\n"
+    for reads in ([hint + busy], [hint, busy], [hint[:30], hint[30:] + busy[:9], busy[9:]]):
+        (exchange,) = tell(kind, lambda _, reads=reads: reads)
+        assert (exchange.status, exchange.retry_after) == (429, "7")
+
+
 @pytest.mark.parametrize("kind", ["fast", "stamped"])
 @pytest.mark.parametrize("more", [b"", b"\x81\x05hello"])
 def test_another_protocol_than_was_asked_for(kind: str, more: bytes) -> None:

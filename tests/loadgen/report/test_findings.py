@@ -208,6 +208,8 @@ def test_grouped_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert severities(grouped(0.5, 1499)) == {"GROUPED_EVENTS": "warning"}
     assert severities(grouped(0.5, 1600)) == {}
     assert severities(grouped(0.5, 0)) == {"MERGED_READS": "warning"}  # and not both
+    nothing_came = replace(grouped(0.95, 37), events=np.zeros_like(clean().events))  # gaps of events that are denied
+    assert severities(nothing_came)["GROUPED_EVENTS"] == "warning"
     quick = replace(clean(), itl_us=np.full_like(clean().itl_us, 300))
     assert severities(quick) == {}  # a token may take that long
 

@@ -213,6 +213,7 @@ def described(path: Path, change: dict[str, object]) -> hardware.GpuSpec:
     ("change", "said"),
     [
         ({"flops": 0}, "flops is 0 and must be above 0"),
+        ({"name": "H\u00ad200"}, r"name is 'H\\xad200' and must be of characters that print"),
         ({"memory_bytes": -1}, "memory_bytes is -1 and must be above 0"),
         ({"gemm.softness": 0}, "gemm.softness is 0 and must be above 0"),
         ({"gemm.softness": 1e-4}, "gemm.softness is 0.0001 and must be at least 0.1"),
