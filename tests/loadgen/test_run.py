@@ -283,8 +283,8 @@ def test_a_second_signal_ends_the_replies_under_way(tmp_path: Path, workers: str
 def test_a_second_signal_ends_what_cannot_be_hurried(tmp_path: Path) -> None:
     """Here the end of a server that heeds no signal, for which the run would wait."""
     code = (
-        "import signal, os; from loadgen.event_loop import Stop\n"
-        "with Stop() as stop:\n"
+        "import signal, os; from loadgen.event_loop import StopSignals\n"
+        "with StopSignals() as stop:\n"
         "    stop.on_signal(lambda: print('first', flush=True))\n"
         "    print('ready', flush=True)\n"
         "    while True: signal.pause()"
