@@ -108,7 +108,12 @@ def free_port() -> int:
 @contextlib.contextmanager
 def process(*words: str, port: int) -> Iterator[None]:
     """A program that listens on that port, until the block ends, and answers there."""
-    started = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    libraries = ":".join(map(str, (UNPACKED / "usr/lib").glob("*-linux-gnu*")))  # of what was unpacked
+    unpacked = {"LD_LIBRARY_PATH": libraries} if words[0].startswith(str(UNPACKED)) else {}
+    started = subprocess.Popen(
+        words, env={**os.environ, **unpacked}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
         for _ in range(200):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
