@@ -87,28 +87,19 @@ def beside_without(rank: int, ranks: int, port: int, directory: str) -> None:
 
 def _trained(trial: Trial, rank: int) -> tuple[list[float], dict[str, Any], list[int]]:
     """Losses, gradients of the first step, and how many elements of experts the rank keeps, of how many."""
-    import torch
-
-    from training_probe.worker import batches, engines, model
-
-    losses: list[float] = []
     gradients: dict[str, Any] = {}
-    with model.attention_kernel(trial.cell):
-        stepper: Any = engines.build(trial, torch.device("cpu"))
-        step = batches.batch(trial, rank, torch.device("cpu"), model.vocab_size(trial))
-        for _ in range(STEPS):
-            means = []
-            for number, inputs in enumerate(step, 1):
-                loss = stepper.forward(inputs, number == len(step))
-                stepper.backward(loss, number == len(step))
-                means.append(float(loss.detach()))
-            gradients = gradients or {
-                name: each.grad.full_tensor().float() for name, each in stepper.model.named_parameters()
-            }
-            stepper.step()
-            losses.append(sum(means) / len(means))
-    experts = [each for name, each in stepper.model.named_parameters() if ".experts." in name]
-    return losses, gradients, [sum(each.to_local().numel() for each in experts), sum(each.numel() for each in experts)]
+    experts = [0, 0]
+
+    def keep(stepper: Any) -> None:
+        if gradients:
+            return
+        for name, each in stepper.model.named_parameters():
+            gradients[name] = each.grad.full_tensor().float()
+            if ".experts." in name:
+                experts[0] += each.to_local().numel()
+                experts[1] += each.numel()
+
+    return tiny.losses(trial, STEPS, rank, keep), gradients, experts
 
 
 @pytest.fixture(scope="module", params=[2, 4])

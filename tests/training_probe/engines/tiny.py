@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -38,8 +39,11 @@ def trial(of: Cell, **more: Any) -> Trial:
     return Trial(cell=of, **{"spec": SPEC, "rows": rows, "warmup_steps": WARMUP_STEPS, "steps": STEPS, **more})
 
 
-def losses(of: Trial, steps: int) -> list[float]:
-    """The loss of each step of the trial's engine in this process, the mean over its micro batches."""
+def losses(
+    of: Trial, steps: int, rank: int = 0, before_step: Callable[[Any], object] = lambda stepper: None
+) -> list[float]:
+    """The loss of each step of the trial's engine in this process, the mean over its micro batches. before_step: called
+    with the engine once it has the gradients of a step."""
     import torch
 
     from training_probe.worker import batches, engines, model
@@ -47,13 +51,14 @@ def losses(of: Trial, steps: int) -> list[float]:
     means, device = [], torch.device("cpu")
     with model.attention_kernel(of.cell):
         stepper = engines.build(of, device)
-        step = batches.batch(of, 0, device, model.vocab_size(of))
+        step = batches.batch(of, rank, device, model.vocab_size(of))
         for _ in range(steps):
             each = []
             for number, inputs in enumerate(step, 1):
                 loss = stepper.forward(inputs, number == len(step))
                 stepper.backward(loss, number == len(step))
                 each.append(float(loss.detach()))
+            before_step(stepper)
             stepper.step()
             means.append(sum(each) / len(each))
     return means
