@@ -42,7 +42,7 @@ class Ceiling(msgspec.Struct, kw_only=True):
     """What this client can take on this machine, measured on the embedded server with the run's own shape.
     measured_unix_s: up to an hour before the run; None in runs of earlier versions, which measured right before."""
 
-    events_per_s_per_core: float
+    events_per_s_per_core: Annotated[float, msgspec.Meta(ge=1)]
     cpu_us_per_event: float
     event_error_p50_ms: float | None = None  # arrival as recorded minus the server's stamp before it sent
     event_error_p99_ms: float | None = None

@@ -123,7 +123,10 @@ def main() -> int:
     if sys.argv[1].startswith("--within="):
         within(sys.argv[1].partition("=")[2], float(sys.argv[2]), Path(sys.argv[3]))
     seconds, failed = float(sys.argv[1]), False
-    names = sys.argv[2:] or sorted(path.name for path in CORPUS.iterdir())
+    known = sorted(path.name for path in CORPUS.iterdir())
+    names = sys.argv[2:] or known
+    if unknown := sorted(set(names) - set(known)):
+        sys.exit(f"No target is called {', '.join(map(repr, unknown))}: name some of {', '.join(known)}.")
     seeds = {name: result.parts for name, result in results().items()}
     parts = []
     with ThreadPoolExecutor(int(os.environ.get("JOBS") or os.cpu_count() or 1)) as pool:

@@ -387,6 +387,14 @@ def test_unknown_names_are_refused_in_one_sentence(tmp_path: Path) -> None:
         build.write(tmp_path / "nowhere", hand_report(), table(HAND))
 
 
+@pytest.mark.parametrize("events_per_s", [0.0, -1.0, 1e-308])
+def test_a_client_that_could_take_nothing_is_refused(events_per_s: float, tmp_path: Path) -> None:
+    impossible = msgspec.structs.replace(CEILING, events_per_s_per_core=events_per_s)
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(manifest(ceiling=impossible)))
+    with pytest.raises(rundir.RunError, match=r"ceiling\.events_per_s_per_core: expected float >= 1"):
+        build.from_directory(tmp_path)
+
+
 def test_every_output_of_an_emulated_run_is_marked(tmp_path: Path) -> None:
     for emulated in (True, False):
         run = write_run(tmp_path / str(emulated), HAND, manifest(emulated=emulated), facts())
