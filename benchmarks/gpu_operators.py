@@ -85,6 +85,7 @@ def timed_us(launches: list[Callable[[], object]]) -> float:
             launch()
         return (time.perf_counter() - begun) * 1e6 / len(launches)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # that made the inputs: ids not yet written are any number
     with torch.cuda.stream(side):
         for launch in launches[:2]:
             launch()
