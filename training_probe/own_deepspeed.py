@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,12 @@ FREE = {
 LIGHT = {
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
     "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.allgather_bucket_size",
+}  # fmt: skip
+# What changes it as `ZeroSizes` says, by its field.
+COUNTED = {
+    "zero_optimization.reduce_bucket_size": "reduce_bucket", "zero_optimization.sub_group_size": "sub_group",
+    "zero_optimization.max_live_parameters": "max_live", "zero_optimization.stage3_max_live_parameters": "max_live",
 }  # fmt: skip
 # The fields of DeepSpeed 0.19's configuration: those that its engine carries out by itself, and those that need
 # something of the training loop, the model or the launcher that is not there.
@@ -68,6 +74,20 @@ OF_ZERO = {
     "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights",
 }  # fmt: skip
+
+
+class ZeroSizes(NamedTuple):
+    """How much ZeRO handles at once, elements; DeepSpeed's own defaults. reduce_bucket: of gradients to be reduced;
+    sub_group: of a rank's part of a step, max_live: of gathered parameters, both with ZeRO 3."""
+
+    reduce_bucket: int = 500_000_000
+    sub_group: int = 1_000_000_000
+    max_live: int = 1_000_000_000
+
+
+DEFAULT_SIZES = ZeroSizes()
+
+
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
@@ -140,8 +160,20 @@ def uncounted(cell: Cell, own: Mapping[str, Any] | None) -> str | None:
     if own is None or cell.engine != "deepspeed":
         return None
     given = _given(cell, deepspeed_config(cell))
-    changed = (path for path, value in _leaves(own) if value != AUTO and not _same(path, value, given.get(path)))
-    return next((path for path in changed if path not in LIGHT), None)
+    heavy = ((path, value) for path, value in _leaves(own) if path not in LIGHT and not _sized(path, value))
+    changed = (path for path, value in heavy if value != AUTO and not _same(path, value, given.get(path)))
+    return next(changed, None)
+
+
+def sizes(cell: Cell, own: Mapping[str, Any] | None) -> ZeroSizes:
+    """What the configuration says of them, and DeepSpeed's defaults for the rest."""
+    if own is None or cell.engine != "deepspeed":
+        return DEFAULT_SIZES
+    return ZeroSizes(**{COUNTED[path]: int(value) for path, value in _leaves(own) if _sized(path, value)})
+
+
+def _sized(path: str, value: object) -> bool:
+    return path in COUNTED and type(value) in (int, float) and value >= 1  # type: ignore[operator]
 
 
 def _given(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import msgspec
 from benchmarks.published import DATA
 from loadgen.document import terminal
 from loadgen.document.content import Column, Table
+from training_probe import own_deepspeed
 from training_probe.grid import Cell, Device, Engine, Task, cell
 from training_probe.memory import Prediction
 from training_probe.memory.text import Described, prediction_of
@@ -28,7 +29,8 @@ YES = "yes"  # in the column `compile`
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
     """One printed number. engine, method: of the closest cell, empty where none is close. counts: what of the allocator
-    is meant, or the whole process. options: of the cell, as the file has them. same: how well the cell expresses it;
+    is meant, or the whole process. options: of the cell, as the file has them. zero: what its
+    DeepSpeed was told besides. same: how well the cell expresses it;
     differs: what is otherwise, or why there is no cell, a clause."""
 
     source: str
@@ -43,6 +45,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     grad_accum: int
     compile: Literal["", "yes"]
     options: str
+    zero: str
     published: float
     unit: Literal["GB", "GiB"]
     counts: Literal["allocated", "reserved", "process", "unknown"]
@@ -62,6 +65,14 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
             micro_batch=self.micro_batch, grad_accum=self.grad_accum, compile=self.compile == YES, device=device,
             **self._options(),
         )  # fmt: skip
+
+    def sizes(self, cell: Cell) -> own_deepspeed.ZeroSizes:
+        """Of the column `zero`."""
+        told = {name: float(value) for name, value in (word.split("=") for word in self.zero.split())}
+        own = {"zero_optimization": told}
+        if field := own_deepspeed.uncounted(cell, own):
+            raise ValueError(f"{self.row}: no memory is predicted with {field}")
+        return own_deepspeed.sizes(cell, own)
 
     def _model(self) -> str:
         """By name, or where `data/models` has its config.json."""
@@ -139,7 +150,7 @@ def _shown(line: Beside) -> Iterator[str]:
 
 def _beside(row: Published, known: Mapping[str, Described], of_cell: Mapping[str, CellResult]) -> Beside:
     cell = row.cell()
-    prediction = None if cell is None else prediction_of(cell, known[cell.model])
+    prediction = None if cell is None else prediction_of(cell, known[cell.model], row.sizes(cell))
     predicted = measured = None
     if isinstance(prediction, Prediction):
         of_counts = {"reserved": prediction.reserved_bytes, "process": prediction.process_bytes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,16 @@ from benchmarks.published import memory as published
 from benchmarks.published.__main__ import main
 from tests.training_probe.measured import result
 from training_probe import results
+from training_probe.memory import Prediction
+from training_probe.memory.text import prediction_of
+from training_probe.options import described_models
 from training_probe.results import GIB
 
 # Of every row that has a cell. LitGPT's own model keeps more; its NF4 rows have a test of their own.
 WITHIN = {"litgpt": 0.13, "torchtitan": 0.04}
-LORAS = {"torchtune": 0.10, "LLaMA-Factory": 0.08, "Qwen": 0.13, "fsdp_qlora": 0.11}  # of rows that train adapters
+LORAS = {"torchtune": 0.10, "LLaMA-Factory": 0.06, "Qwen": 0.08, "fsdp_qlora": 0.10, "LongLoRA": 0.06}  # adapters
+TOOLS = ("LLaMA-Factory", "Qwen", "fsdp_qlora", "LongLoRA")
+FURTHER_OFF = {"72B LoRA, ZeRO 3, 4 GPUs, 256 tokens", "7B LoRA, 2 GPUs, 1 x 512 tokens, reserved"}  # and say why
 
 
 def lines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, object]]:
@@ -46,10 +52,37 @@ def test_how_far_off_what_can_be_expressed_is(capsys: pytest.CaptureFixture[str]
     for row in lines(capsys):
         adapters = "LoRA" in str(row["row"])
         limit = (LORAS if adapters else {}).get(str(row["source"]), WITHIN.get(str(row["source"])))
-        if "NF4" in str(row["row"]):
+        if "NF4" in str(row["row"]) or row["row"] in FURTHER_OFF:
             continue
         if limit is not None and row["off_by"] is not None:
             assert abs(float(str(row["off_by"]))) < limit, row["row"]
+
+
+def test_what_is_far_too_low_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """A size that its source has more, or what is not known of it."""
+    for row in lines(capsys):
+        if row["off_by"] is not None and float(str(row["off_by"])) < -0.1:
+            reasons = ("GiB", "not stated", "bitsandbytes 0.41 keeps")
+            assert any(reason in str(row["differs"]) for reason in reasons), row["row"]
+
+
+def test_how_far_off_tools_of_today_are(capsys: pytest.CaptureFixture[str]) -> None:
+    offs = [abs(float(str(row["off_by"]))) for row in lines(capsys) if row["source"] in TOOLS]
+    assert len(offs) == 17 and statistics.median(offs) < 0.0525
+
+
+def test_what_torchs_adamw_of_then_had_more_at_its_step() -> None:
+    """Two lists of square roots, fp32, as large as the adapters, and then that of a step is its highest moment."""
+    for row, size in (("7B LoRA, 256 tokens", "1.2 GiB"), ("14B LoRA, 256 tokens", "1.9 GiB")):
+        found = next(each for each in published.rows() if (each.source, each.row) == ("Qwen", row))
+        asked = found.cell()
+        assert asked is not None
+        prediction = prediction_of(asked, described_models([asked])[asked.model])
+        assert isinstance(prediction, Prediction)
+        adapters = prediction.terms_bytes["adapters"]
+        assert f"{2 * adapters / GIB:.1f} GiB" == size and size in found.differs
+        step = prediction.moments[-1]
+        assert step.name == "optimizer step" and step.bytes + 2 * adapters > prediction.peak_bytes
 
 
 def test_why_litgpts_4_bit_rows_are_low(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +125,15 @@ def test_the_table_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     summary, _, _, *table = capsys.readouterr().out.splitlines()
     assert summary.startswith("PREDICTED, nothing was run. 52 published numbers, 6 of them of methods that no cell has")
     assert len(table) == 52
+
+
+def test_the_lab_book_has_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "lab" / "accuracy.md").read_text(encoding="utf-8")
+    for row in lines(capsys):
+        printed, predicted, off = row["published_gib"], row["predicted_gib"], row["off_by"]
+        cells = [row["source"], row["row"], row["counts"], f"{printed:.1f}"]
+        cells += ["-", "-"] if predicted is None else [f"{predicted:.1f}", f"{off:+.0%}".replace("%", " %")]
+        assert f"| {' | '.join(map(str, cells))} | {row['differs']} |" in document
 
 
 def test_a_sweep_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from training_probe import cli, own_deepspeed
 from training_probe.grid import GridError, cell
+from training_probe.llama_shape import known
 from training_probe.memory import predict
 from training_probe.options import TINY
-from training_probe.own_deepspeed import merged, uncounted
+from training_probe.own_deepspeed import DEFAULT_SIZES, merged, sizes, uncounted
 from training_probe.protocol import deepspeed_config
 from training_probe.report import tables
 from training_probe.results import of_cell
@@ -121,12 +122,51 @@ def test_it_is_for_cells_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_memory_is_not_predicted_with_what_was_not_counted() -> None:
-    heavy, light = {"zero_optimization": {"reduce_bucket_size": 5}}, {"wall_clock_breakdown": True}
-    assert uncounted(Z2, heavy) == "zero_optimization.reduce_bucket_size"
+    heavy, light = {"zero_optimization": {"overlap_comm": False}}, {"wall_clock_breakdown": True}
+    assert uncounted(Z2, heavy) == "zero_optimization.overlap_comm"
     assert uncounted(Z2, light) is uncounted(Z2, None) is None
     models = {"tiny": Model(spec=TINY)}
     assert Dependencies().predict(Z2, Settings(models=models, deepspeed=heavy)) is None
     assert Dependencies().predict(Z2, Settings(models=models, deepspeed=light)) == predict(Z2, TINY.decoder)
+
+
+def test_the_sizes_that_were_counted_are_predicted_with() -> None:
+    """LongLoRA's file has larger buckets than DeepSpeed by itself: two of ZeRO 2's, in bf16."""
+    own = {"zero_optimization": {"reduce_bucket_size": 1e9, "allgather_bucket_size": 1e9, "sub_group_size": "auto"}}
+    assert uncounted(Z2, own) is None and sizes(Z2, None) == DEFAULT_SIZES
+    assert sizes(Z2, own) == DEFAULT_SIZES._replace(reduce_bucket=1_000_000_000)
+    settings = Settings(models={"tiny": Model(spec=TINY)}, deepspeed=own)
+    larger, usual = Dependencies().predict(Z2, settings), predict(Z2, TINY.decoder)
+    assert larger is not None and larger.terms_bytes["buckets"] == 2 * usual.terms_bytes["buckets"] == 4_000_000_000
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "many"])
+def test_a_size_that_is_none_is_not_counted(size: object) -> None:
+    own = {"zero_optimization": {"reduce_bucket_size": size}}
+    assert uncounted(Z2, own) == "zero_optimization.reduce_bucket_size" and sizes(Z2, own) == DEFAULT_SIZES
+
+
+def test_zero_3_steps_by_sub_groups_and_gathers_up_to_a_limit() -> None:
+    asked, shape = cell("F+R+Z3", model="7b", gpus=2), known("7b")
+    assert shape is not None
+    less = DEFAULT_SIZES._replace(sub_group=100_000_000, max_live=300_000_000)
+    fewer, usual = predict(asked, shape.decoder, less), predict(asked, shape.decoder)
+    found = [
+        [
+            next(term.bytes for moment in each.moments for term in moment.terms if term.name == name)
+            for each in (fewer, usual)
+        ]
+        for name in ("optimizer temporaries", "gathered parameters")
+    ]
+    assert found[0][1] - found[0][0] == 6 * 900_000_000 and found[1][1] - found[1][0] == 2 * 700_000_000
+
+
+def test_a_head_larger_than_the_limit_is_gathered_all_the_same() -> None:
+    asked, shape = cell("F+R+Z3", model="llama-3.1-405b", gpus=8), known("llama-3.1-405b")
+    assert shape is not None
+    loss = next(moment for moment in predict(asked, shape.decoder).moments if moment.name == "loss")
+    gathered = next(term.bytes for term in loss.terms if term.name == "gathered parameters")
+    assert gathered == 2 * 128_256 * 16_384
 
 
 def test_the_manifest_keeps_it() -> None:

@@ -15,6 +15,7 @@ from training_probe.grid import Cell
 from training_probe.memory import engines, process
 from training_probe.memory.process import Fit, Verdict
 from training_probe.memory.rank import Moment, Term
+from training_probe.own_deepspeed import DEFAULT_SIZES, ZeroSizes
 from training_probe.results import GIB
 
 
@@ -61,11 +62,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return sum(term.bytes for term in self.host)
 
 
-def predict(cell: Cell, spec: ModelSpec) -> Prediction:
-    """The cell's memory. Its micro batch must be a number (ValueError): `largest_micro_batch` finds one."""
+def predict(cell: Cell, spec: ModelSpec, zero: ZeroSizes = DEFAULT_SIZES) -> Prediction:
+    """The cell's memory; zero: what DeepSpeed was told. Its micro batch must be a number (ValueError):
+    `largest_micro_batch` finds one."""
     if cell.micro_batch is None:
         raise ValueError("the micro batch of this cell is still to be searched")
-    moments, offloaded = engines.moments(cell, spec, cell.sequences)
+    moments, offloaded = engines.moments(cell, spec, cell.sequences, zero)
     return Prediction(
         moments=moments, fragments=process.fragments(cell, moments),
         outside=(*process.outside(cell), *process.rollouts(cell, spec)),
@@ -102,12 +104,14 @@ def fits(prediction: Prediction, device_memory_bytes: int) -> Fit:
     return Fit(decided, f"{total}; whether the fragments fit is not certain (expandable_segments:True makes fewer).")
 
 
-def largest_micro_batch(cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
+def largest_micro_batch(
+    cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, zero: ZeroSizes = DEFAULT_SIZES
+) -> int:
     """The largest power of two of sequences, `at_most` at most, that is not certain to run out; 1 where even one is."""
     batch = 1
     while 2 * batch <= at_most:
         larger = msgspec.structs.replace(cell, micro_batch=2 * batch)
-        if not fits(predict(larger, spec), device_memory_bytes).ok:
+        if not fits(predict(larger, spec, zero), device_memory_bytes).ok:
             break
         batch *= 2
     return batch

@@ -28,15 +28,15 @@ from training_probe.memory.rank import (
     with_bf16_states,
     with_new_gradients,
 )
+from training_probe.own_deepspeed import ZeroSizes
 from training_probe.protocol import KAHAN_CHUNK
 
 # --- What is set or measured, and may need a new look with a new version ---
-# DeepSpeed's own defaults: reduce_bucket_size, sub_group_size, stage3_max_live_parameters; elements.
-REDUCE_BUCKET = 500_000_000
-SUB_GROUP = 1_000_000_000
-MAX_LIVE = 1_000_000_000
-# By how many ZeRO 3 oversteps that limit among several ranks: it is checked before the last parameter of a prefetched
-# group is added, and not for what a module needs at once. Two cells had 0.09 and 0.19 billion more.
+# Elements that DeepSpeed reduces at once without ZeRO.
+PLAIN_BUCKET = 500_000_000
+# By how many ZeRO 3 oversteps the limit of gathered parameters among several ranks: it is checked before the last
+# parameter of a prefetched group is added, and not for what a module needs at once. Two cells had 0.09 and 0.19 billion
+# more.
 OVER_LIVE = 100_000_000
 # Buckets that ZeRO 1 and 2 fill in turn: 2 with overlap_comm, as this probe sets it, 1 without. ZeRO 3 has one.
 OVERLAP_BUCKETS = 2
@@ -54,7 +54,7 @@ KAHAN_BYTES = 16  # mean, square and their gradient; then mean, square, weight a
 # --- ---
 
 
-def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
+def moments(cell: Cell, spec: ModelSpec, batch: int, zero: ZeroSizes) -> tuple[tuple[Moment, ...], tuple[Term, ...]]:
     """The moments of a step on the worst rank, and the host's terms."""
     if cell.engine == "megatron":
         stages = [tuple(_megatron(rank)) for rank in _stages(cell, spec, batch)]
@@ -65,7 +65,7 @@ def moments(cell: Cell, spec: ModelSpec, batch: int) -> tuple[tuple[Moment, ...]
         counts = replace(counts, **divided)
     rank = Rank(
         cell=cell, spec=spec, method=method, counts=counts, batch=batch,
-        kinds=layer_bytes(cell, spec, batch),
+        kinds=layer_bytes(cell, spec, batch), zero=zero,
     )  # fmt: skip
     if cell.engine == "fsdp2":
         return tuple(_fsdp2(rank)), (*_host(rank), *_activations(rank))
@@ -86,7 +86,7 @@ def _plain(rank: Rank) -> Iterator[Moment]:
     yield from with_new_gradients(rank, held)
     gradients = product("gradients", rank.trained_bytes, trainable, "trainable")
     flat = PLAIN_REDUCE_BYTES if rank.trained_bytes == 2 else 4  # what is fp32 already has no copy
-    bucket = min(trainable, REDUCE_BUCKET + rank.counts.largest_trainable)
+    bucket = min(trainable, PLAIN_BUCKET + rank.counts.largest_trainable)
     yield Moment("reduction", (*held, gradients, product("buckets", flat, bucket, "elements, flat and fp32")))
     if update := rank.muon(rank.trained_bytes):
         yield Moment("optimizer step", (*held, gradients, *update))
@@ -102,8 +102,8 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
         held.append(product("offload buffer", 2, counts.largest_trainable, "elements of the largest tensor"))
     else:
         held += rank.states(STATES_FP32, ranks, master=MASTER, momentum=MUON_STAGED)
-    buckets = product("buckets", 2 * OVERLAP_BUCKETS, REDUCE_BUCKET, f"elements of {OVERLAP_BUCKETS} buckets")
-    copied = min(trainable, REDUCE_BUCKET) if ranks > 1 else 0
+    buckets = product("buckets", 2 * OVERLAP_BUCKETS, rank.zero.reduce_bucket, f"elements of {OVERLAP_BUCKETS} buckets")
+    copied = min(trainable, rank.zero.reduce_bucket) if ranks > 1 else 0
     copy = product("reduction copy", 2, copied, "elements of a bucket, flattened")
     own = [] if offload else [product("gradients", 2, trainable, "trainable", ranks)]
     before, meanwhile, after = _accumulated(rank)
@@ -125,7 +125,7 @@ def _zero_2(rank: Rank) -> Iterator[Moment]:
         if ranks > 1:
             shared = max(gone, _layers_of(rank, -(-trainable // ranks)))  # the last rank's
             yield rank.last_layer([*held, *meanwhile, *own, buckets, copy], "reduction for two ranks", shared)
-        always = [copy] if trainable < ranks * REDUCE_BUCKET else []
+        always = [copy] if trainable < ranks * rank.zero.reduce_bucket else []
         yield rank.first_layer([*held, *after, *own, buckets, *always, arriving])
         yield Moment("last reduction", (*held, *after, *own, buckets, *aside))
     if update := rank.muon(2):
@@ -146,7 +146,7 @@ def _accumulated(rank: Rank) -> tuple[list[Term], list[Term], list[Term]]:
     if rank.method.zero == 2:
         kept = [product("accumulated gradients", 2, trainable, "trainable", rank.ranks)]
         return kept, kept, kept
-    rest = max(0, trainable - REDUCE_BUCKET)
+    rest = max(0, trainable - rank.zero.reduce_bucket)
     return (
         [product("accumulated gradients", 2, trainable, "trainable, until the last micro batch")],
         [product("accumulated gradients", 2, rest, "trainable that no bucket has had")],
@@ -158,7 +158,7 @@ def _aside(rank: Rank) -> list[Term]:
     """What lies in no bucket: a gradient that is larger than one, and the head's where the embeddings add to it."""
     counts = rank.counts
     tied = rank.spec.tied and not rank.method.adapter
-    if counts.largest_trainable <= REDUCE_BUCKET and not tied:
+    if counts.largest_trainable <= rank.zero.reduce_bucket and not tied:
         return []
     return [product("largest gradient", 2, counts.largest_trainable, "elements, in no bucket")]
 
@@ -167,7 +167,8 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
     """ZeRO 3: stage3.py. One rank gathers nothing: its parameters are views, unless they come from the host."""
     counts, ranks, offload = rank.counts, rank.ranks, rank.method.offload
     trainable = counts.trainable
-    held = [product("buckets", 2, REDUCE_BUCKET, "elements of the bucket"), *libraries(rank), *reference(rank, ranks)]
+    bucket = product("buckets", 2, rank.zero.reduce_bucket, "elements of the bucket")
+    held = [bucket, *libraries(rank), *reference(rank, ranks)]
     if not rank.method.offloads_parameters:
         held += [*four_bit(rank, ranks), product("parameters", 2, counts.frozen + trainable, "parameters", ranks)]
     if not offload:
@@ -179,7 +180,7 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
     live = [_live(rank)] if gathers else []
     few = [product("gathered parameters", 2, counts.embedding, "of the embeddings")] if gathers else []
     # what is larger than a bucket is alone in it, and not copied
-    copied = max(min(trainable, REDUCE_BUCKET), counts.largest_trainable)
+    copied = max(min(trainable, rank.zero.reduce_bucket), counts.largest_trainable)
     reduced = [product("reduction copy", 2, copied, "elements of a bucket, interleaved")]
     if offload:  # one gradient after another comes back from the host for it
         part = -(-counts.largest_trainable // ranks)
@@ -196,30 +197,30 @@ def _zero_3(rank: Rank) -> Iterator[Moment]:
         gathered = product(
             "Muon's updates",
             2 if ranks == 1 else MUON_GATHERED,
-            min(rank.matrices, REDUCE_BUCKET),
+            min(rank.matrices, rank.zero.reduce_bucket),
             "elements of a bucket",
         )
         yield Moment("Muon's updates", (*held, gathered, *update))
     if not offload:
-        group = min(-(-trainable // ranks), SUB_GROUP + -(-counts.largest_trainable // ranks))
+        group = min(-(-trainable // ranks), rank.zero.sub_group + -(-counts.largest_trainable // ranks))
         step = product("optimizer temporaries", 6, group, "elements of a sub-group: a flat bf16 copy, fp32 gradients")
         yield Moment("optimizer step", (*held, step))
 
 
 def _live(rank: Rank) -> Term:
-    """What ZeRO 3 has gathered at most in either pass."""
+    """What ZeRO 3 has gathered at most in either pass; the head, however large."""
     counts = rank.counts
     over = OVER_LIVE if rank.ranks > 1 else 0
-    elements = min(counts.total - counts.four_bit, MAX_LIVE + over)
+    elements = min(counts.total - counts.four_bit, max(rank.zero.max_live + over, counts.embedding))
     return product("gathered parameters", 2, elements, "live parameters")
 
 
 def _layers_in_bucket(rank: Rank) -> int | None:
     """How many whole layers' gradients fill the first bucket, after the head's; None when they all do not."""
     counts = rank.counts
-    if counts.trainable <= REDUCE_BUCKET or not counts.layer_trainable:
+    if counts.trainable <= rank.zero.reduce_bucket or not counts.layer_trainable:
         return None
-    return _layers_of(rank, REDUCE_BUCKET)
+    return _layers_of(rank, rank.zero.reduce_bucket)
 
 
 def _layers_of(rank: Rank, gradients: int) -> int:

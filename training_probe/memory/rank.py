@@ -21,6 +21,7 @@ from training_probe.memory.layers import (
     outside_bytes,
     tokens_in_model,
 )
+from training_probe.own_deepspeed import DEFAULT_SIZES, ZeroSizes
 
 # --- What is set or measured, and may need a new look with a new version ---
 # cuBLAS takes 32 MiB on Hopper (8 on others) for each thread that calls it, forward and autograd's, cuBLASLt once more.
@@ -72,6 +73,7 @@ class Rank:
     kinds: tuple[LayerBytes, ...]
     in_flight: int = 1
     head: bool = True
+    zero: ZeroSizes = DEFAULT_SIZES
 
     @property
     def layers(self) -> int:

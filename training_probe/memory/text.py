@@ -17,6 +17,7 @@ from training_probe.grid import NAIVE, PAPER_SEQ_LEN, Cell, Method, adapter_note
 from training_probe.memory import Prediction, process
 from training_probe.memory.layers import uncounted
 from training_probe.memory.rank import Moment, Term
+from training_probe.own_deepspeed import DEFAULT_SIZES, ZeroSizes
 from training_probe.refusals import impossible
 from training_probe.results import GIB
 
@@ -136,7 +137,9 @@ def _saved(cell: Cell, model: Described) -> str:
     return ", ".join(clauses)
 
 
-def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[CellVerdict, str]:
+def prediction_of(
+    cell: Cell, model: Described, zero: ZeroSizes = DEFAULT_SIZES
+) -> Prediction | tuple[CellVerdict, str]:
     """The prediction; or why there is none, with the verdict that this is. Its micro batch is a number."""
     why = impossible(cell, model.spec, model.unbuilt)
     if why is not None:
@@ -144,7 +147,7 @@ def prediction_of(cell: Cell, model: Described) -> Prediction | tuple[CellVerdic
     if model.spec is None or model.unknown:
         return "not predicted", model.unknown or "its config.json describes no decoder that is known here"
     why = uncounted(cell, model.spec)
-    return memory.predict(cell, model.spec) if why is None else ("not predicted", why)
+    return memory.predict(cell, model.spec, zero) if why is None else ("not predicted", why)
 
 
 def _predicted_cell(asked: Cell, model: Described, capacity: Capacity) -> PredictedCell:

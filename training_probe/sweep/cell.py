@@ -32,6 +32,7 @@ from training_probe.launch.runner import HERE, Launching, Limits, Place, TrialOu
 from training_probe.memory import Prediction
 from training_probe.memory.layers import uncounted
 from training_probe.memory.process import Fit, host_judged
+from training_probe.own_deepspeed import ZeroSizes
 from training_probe.protocol import CHECKPOINT, TIMELINE_STEPS, Step, Trial
 from training_probe.refusals import impossible
 from training_probe.results import GIB, Attempt, CellResult, Outcome, RunResult, loss_doubt, of_cell
@@ -139,9 +140,11 @@ def read_manifest(directory: Path) -> SweepManifest:
 class Predictor(Protocol):
     """Predicts memory as training_probe.memory does."""
 
-    def predict(self, cell: Cell, spec: ModelSpec, /) -> Prediction: ...
+    def predict(self, cell: Cell, spec: ModelSpec, zero: ZeroSizes, /) -> Prediction: ...
     def fits(self, prediction: Prediction, device_memory_bytes: int, /) -> Fit: ...
-    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, /) -> int: ...
+    def largest_micro_batch(
+        self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, zero: ZeroSizes, /
+    ) -> int: ...
 
 
 class GpuMemory(Protocol):
@@ -174,7 +177,9 @@ class Dependencies:
     def predict(self, cell: Cell, settings: Settings) -> Prediction | None:
         """The prediction for a cell, `sized`; None where nothing is known, and on the CPU, which is not predicted."""
         spec = None if cell.device == "cpu" else counted(cell, settings)
-        return None if spec is None or unpredicted(cell, settings) else self.predictor.predict(sized(cell), spec)
+        if spec is None or unpredicted(cell, settings):
+            return None
+        return self.predictor.predict(sized(cell), spec, own_deepspeed.sizes(cell, settings.deepspeed))
 
     def predicted_fields(self, cell: Cell, settings: Settings) -> Predicted:
         """Empty where nothing is predicted."""
@@ -212,8 +217,8 @@ class Dependencies:
         spec = counted(cell, settings)
         if spec is None or memory_bytes is None or unpredicted(cell, settings):
             return 1
-        most = settings.max_micro_batch
-        return floor_power_of_two(self.predictor.largest_micro_batch(sized(cell), spec, memory_bytes, most))
+        most, zero = settings.max_micro_batch, own_deepspeed.sizes(cell, settings.deepspeed)
+        return floor_power_of_two(self.predictor.largest_micro_batch(sized(cell), spec, memory_bytes, most, zero))
 
 
 def counted(cell: Cell, settings: Settings) -> ModelSpec | None:

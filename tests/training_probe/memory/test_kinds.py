@@ -32,7 +32,8 @@ def spec(name: str) -> ModelSpec:
 @pytest.mark.parametrize("model", sorted({row["model"] for row in BEFORE}))
 def test_a_llama_is_as_it_was_to_the_byte(model: str) -> None:
     """Ten cells a model, of 5561 that were compared: written by the code that knew of layers alike only (eff78b0). What
-    DeepSpeed's ZeRO 3 recomputes was counted anew since, and what frozen experts keep."""
+    DeepSpeed's ZeRO 3 recomputes was counted anew since, what it gathers of a large head, and what frozen experts
+    keep."""
     shape = TINY if model == "tiny" else known(model)
     assert shape is not None
     for row in (row for row in BEFORE if row["model"] == model):

@@ -36,6 +36,7 @@ from training_probe.launch.runner import MemoryReturn
 from training_probe.memory import Prediction
 from training_probe.memory.process import Fit
 from training_probe.memory.rank import Moment, Term
+from training_probe.own_deepspeed import ZeroSizes
 from training_probe.protocol import Step
 from training_probe.results import Attempt, CellResult
 from training_probe.sweep import cell as sweep_cell
@@ -79,7 +80,7 @@ def snapshot(directory: Path) -> dict[str, dict[str, float]]:
 class GibASequence:
     """A predictor of a world in which every sequence takes 1 GiB, and nothing else anything."""
 
-    def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
+    def predict(self, cell: Cell, spec: ModelSpec, zero: ZeroSizes) -> Prediction:
         assert cell.micro_batch is not None
         taken = Term("activations", cell.micro_batch * GIB, "")
         return Prediction(moments=(Moment("backward", (taken,)),))
@@ -88,7 +89,9 @@ class GibASequence:
         needed, there = prediction.peak_bytes // GIB, device_memory_bytes // GIB
         return Fit("fits" if needed <= there else "does not fit", f"{needed} GiB > {there} GiB")
 
-    def largest_micro_batch(self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int) -> int:
+    def largest_micro_batch(
+        self, cell: Cell, spec: ModelSpec, device_memory_bytes: int, at_most: int, zero: ZeroSizes
+    ) -> int:
         return min(at_most, device_memory_bytes // GIB)
 
 
@@ -196,8 +199,8 @@ def test_what_makes_no_sense_here_is_a_row_with_its_reason(tmp_path: Path) -> No
 class OffloadsGib(GibASequence):
     """Each sequence also takes 1 GiB of the host."""
 
-    def predict(self, cell: Cell, spec: ModelSpec) -> Prediction:
-        there = super().predict(cell, spec)
+    def predict(self, cell: Cell, spec: ModelSpec, zero: ZeroSizes) -> Prediction:
+        there = super().predict(cell, spec, zero)
         return Prediction(moments=there.moments, host=there.peak.terms)
 
 
