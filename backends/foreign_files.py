@@ -20,7 +20,12 @@ _BLOCK_BYTES = 1 << 20
 
 def is_inside(path: Path, directory: Path) -> bool:
     """Whether `path` lies in `directory` once links are followed."""
-    return path.resolve().is_relative_to(directory.resolve())
+    return _real(path).is_relative_to(_real(directory))
+
+
+def _real(path: Path) -> Path:
+    """Links followed, as `Path.resolve` does, which raises RuntimeError for those that lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def opened(path: Path, directory: Path | None = None) -> BinaryIO:
@@ -30,7 +35,7 @@ def opened(path: Path, directory: Path | None = None) -> BinaryIO:
         raise OSError(errno.ELOOP, "it is a link that leads out of its directory")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
-        descriptor = os.open(path.resolve(), flags)
+        descriptor = os.open(_real(path), flags)
     except OSError as error:  # with the name that was asked for
         raise OSError(error.errno, error.strerror, str(path)) from None
     mode = os.fstat(descriptor).st_mode

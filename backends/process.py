@@ -84,7 +84,8 @@ def start(start: ServerSpec, say: Callable[[str], None], cancelled: threading.Ev
         raise LaunchError("stopped before the server was started.")
     _check_port(start.port)
     try:  # for our eyes only: until it is masked at the end, it may hold a secret that the server prints
-        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # and never through a link, nor into a pipe, that another has put into a directory that is gone on with
+        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise LaunchError(f"cannot write {start.log}: {error.strerror}; name another --out.") from None
     try:

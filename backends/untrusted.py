@@ -132,9 +132,10 @@ def masked(text: str) -> str:
     if not hidden:
         return text
     text = _pattern(frozenset(hidden)).sub(MASK, text)
+    lower = text.lower()  # as some gateways write headers
     for secret in hidden:
         for length in range(min(len(secret) - 1, len(text)), LEAST_CHARS - 1, -1):
-            if text.endswith(secret[:length]):
+            if lower.endswith(secret[:length].lower()):
                 return text[:-length] + MASK
     return text
 
@@ -190,7 +191,7 @@ def _forms(secret: str) -> set[str]:
 @functools.lru_cache(maxsize=4)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
     longest_first = sorted(secrets, key=len, reverse=True)  # one may hold another
-    return re.compile("|".join("".join(map(_character, secret)) for secret in longest_first))
+    return re.compile("|".join("".join(map(_character, secret)) for secret in longest_first), re.IGNORECASE)
 
 
 @functools.cache

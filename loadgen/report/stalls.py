@@ -37,6 +37,7 @@ FLOOR_US = 1_000_000
 STALL_RATIO = 4
 # What came in while the client stood still is stamped when it has read it all, a little after it goes on.
 CATCH_UP_S, CATCH_UP_RATIO = 0.005, 0.1
+GRAIN_S = 0.01  # how often the client looks: a stall began as much before it is seen to
 MOVED_RATIO, MOVED_MS = 0.05, 1.0  # a statistic that is larger by more than this with the touched requests than without
 PREFILL_PERCENT = 75  # a quarter of the silent prefills may be stalls themselves
 
@@ -67,21 +68,24 @@ def find(measured: RequestTable, lag_ms: float | None) -> list[Stall]:
 def of_client(measured: RequestTable, facts: Sequence[ClientFacts], rules: Convention) -> dict[str, Any]:
     """The fields of a report about stalls of the client: nothing where they move no statistic, by what it is without
     the requests that they touched."""
-    touched, stalls = np.zeros(len(measured), np.bool_), []
+    touched, paused, stalls = np.zeros(len(measured), np.bool_), np.zeros(len(measured), np.bool_), []
+    stamps = (measured.first_token_ns, measured.last_token_ns, measured.done_ns)
     for start_s, end_s in sorted(stall for fact in facts for stall in fact.stalls):
-        late_s = end_s + CATCH_UP_S + CATCH_UP_RATIO * (end_s - start_s)
-        stamps = (measured.first_token_ns, measured.last_token_ns, measured.done_ns)
-        within = [(stamp >= start_s * 1e9) & (stamp <= late_s * 1e9) & (stamp != -1) for stamp in stamps]
-        due = (measured.scheduled_ns >= start_s * 1e9) & (measured.scheduled_ns <= end_s * 1e9)
+        late_ns = 1e9 * (end_s + CATCH_UP_S + CATCH_UP_RATIO * (end_s - start_s))
+        within = [(stamp >= start_s * 1e9) & (stamp <= late_ns) & (stamp != -1) for stamp in stamps]
+        due = (measured.scheduled_ns >= 1e9 * (start_s - GRAIN_S)) & (measured.scheduled_ns <= end_s * 1e9)
         these = np.logical_or.reduce([due, *within])
         touched |= these
-        stalls.append(ClientStall(start_s, end_s, int(these.sum())))
-    if not touched.any():
+        over = (stamps[0] != -1) & (stamps[0] < start_s * 1e9) & (stamps[1] > late_ns)  # caught up with later
+        paused |= over
+        stalls.append(ClientStall(start_s, end_s, int((these | over).sum())))
+    if not (touched | paused).any():
         return {}
-    others, moved = measured.select(~touched), {}
+    others, streams, moved = measured.select(~touched), measured.select(~(touched | paused)), {}
     for name in METRICS:
         whole, rest = (
-            metrics.summary(metrics.sample(each, name, rules), rules.percentile) for each in (measured, others)
+            metrics.summary(metrics.sample(each, name, rules), rules.percentile)
+            for each in (measured, streams if name == "itl_ms" else others)
         )
         pairs = {each: (getattr(whole, each), getattr(rest, each)) for each in (*PERCENTILES, "max")}
         late = [each for each, (with_it, without) in pairs.items() if with_it is not None and _moved(with_it, without)]

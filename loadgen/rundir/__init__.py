@@ -257,12 +257,12 @@ def measuring(directory: Path, *, private: bool = False, resumed: bool = False, 
     """Makes the directory of a measurement, or takes that of one that is `resumed`, and keeps every other command that
     writes out of it. A new one goes again where nothing came into it but the file `plan`. Raises RunError."""
     made = None if resumed else create(directory, private=private)
-    try:
-        with alone(directory):
+    with alone(directory):
+        try:
             yield
-    finally:
-        if not resumed:
-            _remove_if_empty(directory, made, plan)
+        finally:
+            if not resumed:
+                _remove_if_empty(directory, made, plan)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

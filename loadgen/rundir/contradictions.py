@@ -56,7 +56,7 @@ def of_records(
     warmed = len(table) - len(measured)
     return [
         *_numbers(measured, warmed, facts, manifest), *_clients(facts, manifest.machine.cpu_count),
-        *_counted(measured, facts, manifest), *_load(measured, manifest), *_outcomes(table),
+        *_counted(measured, facts, manifest), *_load(measured, manifest), *_turns(measured), *_outcomes(table),
         *_tokens(measured, manifest), *_orders(table),
     ]  # fmt: skip
 
@@ -76,15 +76,22 @@ def _clients(facts: Sequence[ClientFacts], cpus: int) -> Iterator[str]:
     for fact in facts:
         lags_ms = (fact.loop_lag_p50_ms, fact.loop_lag_p99_ms, fact.loop_lag_max_ms)
         stolen, busy = fact.steal_ratio or 0.0, fact.busy_cores or 0.0
-        counts = (fact.events, fact.connections, fact.peak_rss_bytes)
-        if min(*lags_ms, fact.wall_s, fact.cpu_s, *counts, stolen, busy) < 0:
+        counts = (fact.events, fact.connections, fact.peak_rss_bytes, fact.cpu_peak_ratio)
+        connects_ms = [each for each in (fact.connect_p50_ms, fact.connect_max_ms) if each is not None]
+        received = (fact.receive_lag_p50_ms, fact.receive_lag_p99_ms, fact.receive_lag_max_ms)
+        received_ms = [each + SLACK_NS / 1e6 for each in received if each is not None]  # of the kernel's clock and ours
+        if min(*lags_ms, fact.wall_s, fact.cpu_s, *counts, stolen, busy, *connects_ms, *received_ms) < 0:
             yield "a client process says numbers below zero of itself"
+        elif fact.state not in ("complete", "interrupted"):
+            yield "a client process neither came to its end nor was interrupted"
         elif stolen > 1 or busy > (fact.cores or 0):
             yield "a client process saw others use, or was robbed of, more CPU time than there was"
         elif any(begin > end or end > fact.wall_s + CLOCK_SLACK_S for begin, end in fact.stalls):
             yield "a client process stood still after its end"
-        elif list(lags_ms) != sorted(lags_ms):
+        elif any(list(each) != sorted(each) for each in (lags_ms, connects_ms, received_ms)):
             yield "a client process was late by more at its median than at its worst"
+        elif max(lags_ms) > 1e3 * (fact.wall_s + CLOCK_SLACK_S):
+            yield "a client process was late by more than the time that it ran"
         elif fact.cpu_s > max(1, cpus) * fact.wall_s + CLOCK_SLACK_S:
             yield f"a client process used {fact.cpu_s:g} s of CPU time within {fact.wall_s:g} s"
         elif fact.cpu_s > (fact.cpu_peak_ratio + CPU_SLACK_RATIO) * fact.wall_s + CLOCK_SLACK_S:
@@ -161,6 +168,15 @@ def _peak(measured: RequestTable) -> int:
     return int(np.cumsum(change[order]).max(initial=0))
 
 
+def _turns(measured: RequestTable) -> Iterator[str]:
+    """A turn is sent once."""
+    at = np.flatnonzero(measured.turn > 0)
+    at = at[np.lexsort((measured.turn[at], measured.session[at]))]
+    twice = (np.diff(measured.session[at]) == 0) & (np.diff(measured.turn[at]) == 0)
+    if twice.any():
+        yield f"{_subject(int(measured.id[at[1:][twice][0]]), int(twice.sum()))} is a turn that another is too"
+
+
 def _outcomes(table: RequestTable) -> Iterator[str]:
     bad_status = table.ok & (table.status != -1) & (table.status != 200)
     if bad_status.any():
@@ -182,6 +198,9 @@ def _tokens(measured: RequestTable, manifest: Manifest) -> Iterator[str]:
     unseen = measured.ok & (measured.events == 0) & (output > 0) & (measured.asked_tokens > 0)
     if manifest.config.get("stream") is True and unseen.any():
         yield f"{_of(measured, unseen)} ended ok, was streamed, and has no event"
+    blind = measured.ok & (measured.events > 0) & (measured.first_token_ns == -1)
+    if blind.any():
+        yield f"{_of(measured, blind)} has events, and no first token"
     if manifest.config.get("stream") is False and (streamed := measured.events > 0).any():
         yield f"{_of(measured, streamed)} was not streamed, and has events"
     same = [number for number, name in measured.models.items() if name == manifest.model]

@@ -43,7 +43,7 @@ PHASES = ("warmup", "measured")
 
 MOST_TURNS = 1 << 31  # of a session
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # as a column takes it
-_Shared = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Turn = Annotated[int, msgspec.Meta(ge=1, le=MOST_TURNS)]
 
 
@@ -56,39 +56,39 @@ class Record(msgspec.Struct, kw_only=True):
     answer, where reasoning that is told apart came before it.
     """
 
-    id: _Whole
+    id: _Count
     scheduled_ns: int
     sent_ns: int | None = None
     headers_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     done_ns: int | None = None
-    prompt_tokens: _Whole | None = None
-    output_tokens: _Whole | None = None
-    first_tokens: _Whole | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    first_tokens: _Count | msgspec.UnsetType | None = msgspec.UNSET
     answer_ns: int | msgspec.UnsetType = msgspec.UNSET
-    asked_prompt_tokens: _Whole
-    asked_tokens: _Whole
-    cached_tokens: _Whole | None = None
-    events: _Whole = 0
-    status: _Whole | None = None
+    asked_prompt_tokens: _Count
+    asked_tokens: _Count
+    cached_tokens: _Count | None = None
+    events: _Count = 0
+    status: _Count | None = None
     outcome: str
     phase: str = "measured"
     error: str | None = None
     server: ServerRecord | msgspec.UnsetType = msgspec.UNSET  # by its own clock
     model: str | msgspec.UnsetType = msgspec.UNSET  # that the reply names, where it is not the one asked for
     adapter: str | msgspec.UnsetType = msgspec.UNSET  # of the model, that was asked for
-    reasoning_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the output, thought before the answer
+    reasoning_tokens: _Count | msgspec.UnsetType = msgspec.UNSET  # of the output, thought before the answer
     priority: _Whole | msgspec.UnsetType = msgspec.UNSET  # that was asked for
     retried: bool | msgspec.UnsetType = msgspec.UNSET  # sent twice: its first connection, a reused one, had died
     resent_ns: Sequence[int] | msgspec.UnsetType = (
         msgspec.UNSET
     )  # when it was sent again, after a server that had no room; sent_ns is the first time
-    shared_tokens: _Shared | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
-    session: _Shared | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
+    shared_tokens: _Count | msgspec.UnsetType = msgspec.UNSET  # of the prompt, sent before by an earlier request
+    session: _Count | msgspec.UnsetType = msgspec.UNSET  # of a conversation, and which turn of it, the first being 1
     turn: _Turn | msgspec.UnsetType = msgspec.UNSET
     after: Sequence[_Turn] | msgspec.UnsetType = msgspec.UNSET  # turns that it waited for, if not the one before it
-    items: _Shared | msgspec.UnsetType = msgspec.UNSET  # texts that were to be answered, each with a vector or a score
+    items: _Count | msgspec.UnsetType = msgspec.UNSET  # texts that were to be answered, each with a vector or a score
     itl_us: Sequence[int] = ()
 
 
@@ -340,7 +340,7 @@ def _contradictions(
 ) -> dict[str, tuple[int, int]]:
     """What records say that contradicts itself, as the end of a sentence: the first id, and how many. All else of them
     can be reported. answer_ns: (n,), -1 where the reply has no answer apart from its beginning."""
-    first, last, headers = (columns[name] for name in ("first_token_ns", "last_token_ns", "headers_ns"))
+    sent, headers, first, last = (columns[f"{name}_ns"] for name in ("sent", "headers", "first_token", "last_token"))
     counts, came = np.diff(offsets), (first != -1) & (last != -1)
     spans_us, filled = _spans_us(gaps_us, offsets), counts > 0
     contradictions = {
@@ -348,6 +348,7 @@ def _contradictions(
         "has gaps that do not add up to the time from its first token to its last": came
         & filled
         & (np.abs(1000 * spans_us - (last - first)) > SLACK_NS),
+        "has its headers before it was sent": (headers != -1) & (sent != -1) & (headers < sent - SLACK_NS),
         "has its headers after its first token": came & (headers != -1) & (headers > first + SLACK_NS),
         "has an answer that does not begin between its first token and its last": came
         & (answer_ns != -1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 import backends
-from backends import docker, gpus, process
+from backends import docker, foreign_files, gpus, process
 from backends.launch import (
     WITHOUT_P2P,
     Adapter,
@@ -429,9 +429,8 @@ def _mount_model(local: Path, mounts: list[Mount]) -> str:
         mounts.append(Mount(local, f"{CONTAINER_MODELS}/{local.name}"))
         return f"{CONTAINER_MODELS}/{local.name}"
     root = local.parent.parent if local.parent.name == "snapshots" else local
-    whole = root.resolve()
     for path in local.iterdir():
-        if path.is_symlink() and not path.resolve().is_relative_to(whole):
+        if path.is_symlink() and not foreign_files.is_inside(path, root):
             raise LaunchError(
                 f"{path} is a link out of {root}, which a container cannot follow; name a directory that holds the "
                 "files themselves with --model, or use --launch process."

@@ -434,6 +434,14 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
     assert message == f"cannot write {tmp_path}/missing/start.log: No such file or directory; name another --out."
 
 
+def test_a_log_that_another_has_put_there(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        assert f"cannot write {tmp_path}/{name}: " in refused(tmp_path, log=tmp_path / name)
+    assert not (tmp_path / "outside").exists()
+
+
 def test_nothing_is_started_once_cancelled(tmp_path: Path) -> None:
     cancelled = threading.Event()
     cancelled.set()

@@ -54,6 +54,16 @@ def test_a_search_that_goes_on_removes_no_probe_of_another(taken: Path, capsys: 
     assert (taken / "1" / "requests.jsonl").exists()
 
 
+def test_the_second_takes_nothing_of_the_first_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found the directory empty, and the first has written its plan since."""
+    monkeypatch.setattr(rundir, "create", lambda directory, private: None)
+    with rundir.measuring(tmp_path, plan="plan.json"):
+        (tmp_path / "plan.json").touch()
+        with pytest.raises(rundir.RunError), rundir.measuring(tmp_path, plan="plan.json"):
+            pass
+        assert (tmp_path / "plan.json").exists()
+
+
 def test_a_comparison_only_reads(taken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.invoke(["compare", str(taken), str(taken)]) == 0
 

@@ -128,7 +128,7 @@ def resume(directory: Path, say: Say, around: Dependencies | None = None, on: st
     if (directory / results.BREAKDOWN_FILE).exists():
         raise rundir.RunError(f"{directory} holds a breakdown, which cannot be gone on with; trace its cells anew.")
     with rundir.measuring(directory, resumed=True):
-        done = results.read(directory) if (directory / results.RESULTS_FILE).exists() else []
+        done = results.read(directory) if os.path.lexists(directory / results.RESULTS_FILE) else []  # also a link
         results.mend(directory)
         series = _series(manifest, done)
         say(series.resumed)

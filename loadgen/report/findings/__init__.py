@@ -399,7 +399,8 @@ def _counts(measured: RequestTable) -> Iterator[Finding]:
 
 def _repeated(measured: RequestTable, manifest: Manifest) -> Iterator[Finding]:
     prompts, of_sessions = manifest.dataset_prompts, len(np.unique(measured.session[measured.turn > 0]))
-    sent = (of_sessions or len(measured)) + int(manifest.config.get("warmup", 0))
+    warmup = manifest.config.get("warmup")  # a manifest may be anybody's
+    sent = (of_sessions or len(measured)) + (warmup if type(warmup) is int else 0)
     if prompts and sent > prompts:
         yield Finding(
             code="REPEATED_PROMPTS",

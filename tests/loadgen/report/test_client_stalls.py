@@ -50,6 +50,26 @@ def test_a_stall_that_makes_the_largest_latencies() -> None:
     assert report.verdict.valid
 
 
+def test_the_request_that_was_due_as_it_began_is_touched() -> None:
+    """The stall is seen to begin when the client would have looked next, which is up to 10 ms later."""
+    rows = records({})
+    rows[500] = request(500, scheduled=5000, sent=5900, first=5930)
+    report = build.build(manifest(requests_planned=1000), table(rows), [facts(stalls=((5.009, 5.9),))])
+    assert "max" in report.late_statistics["send_lag_ms"]
+
+
+def test_streams_that_went_on_afterwards_are_touched() -> None:
+    """Their gaps are larger, and neither their first token nor their end fell into it."""
+    rows = [request(each, scheduled=10 * each, sent=10 * each, first=10 * each + 30, gaps=(20,) * 49,
+                    output_tokens=50, asked_tokens=50) for each in range(1000)]  # fmt: skip
+    late = [request(each, scheduled=10 * each, sent=10 * each, first=10 * each + 30, gaps=(20,) * 20 + (320,) +
+                    (20,) * 13 + (2,) * 15, output_tokens=50, asked_tokens=50) for each in range(460, 480)]  # fmt: skip
+    rows[460:480] = late
+    report = build.build(manifest(requests_planned=1000), table(rows), [facts(stalls=((5.03, 5.35),))])
+    assert report.late_statistics["itl_ms"] == ["max"]
+    assert report.client_stalls[0].requests >= 60
+
+
 def test_a_stall_that_nobody_sees_is_not_told() -> None:
     report = reported({}, stalls=((500.0, 500.9),))
     assert "CLIENT_STALL" not in codes(report) and not report.client_stalls

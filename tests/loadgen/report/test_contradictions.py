@@ -36,6 +36,8 @@ BAD: dict[str, tuple[Record, str]] = {
     "done before its last token": (request(done_ns=2 * MS), "'done' before its 'last token'"),
     "gaps that do not add up": (request(itl_us=[1000, 1000, 1000]), "has gaps that do not add up"),
     "more gaps than events": (request(events=3), "more or fewer gaps than its events"),
+    "headers before it was sent": (request(headers_ns=-10_000 * MS), "its headers before it was sent"),
+    "events and no first token": (request(first_token_ns=-1), "has events, and no first token"),
     "headers after the first token": (request(headers_ns=150 * MS), "its headers after its first token"),
     "an answer before the first token": (request(answer_ns=50 * MS), "an answer that does not begin between"),
     "an answer after the last token": (request(answer_ns=500 * MS), "an answer that does not begin between"),
@@ -82,9 +84,39 @@ def test_streamed_replies_without_events() -> None:
     assert found([silent], "CONTRADICTION", config={"stream": False}) is None
 
 
-def test_a_client_that_says_what_cannot_be() -> None:
-    report = build.build(manifest(), table([request()]), [facts(loop_lag_p50_ms=-1.0)])
-    assert "numbers below zero" in report.verdict.findings[0].message
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"loop_lag_p50_ms": -1.0}, "numbers below zero"),
+        ({"connect_p50_ms": -1.0}, "numbers below zero"),
+        ({"cpu_peak_ratio": -1.0}, "numbers below zero"),
+        ({"receive_lag_p99_ms": -9.0}, "numbers below zero"),
+        ({"connect_p50_ms": 3.0}, "more at its median"),
+        ({"receive_lag_p50_ms": 2.0, "receive_lag_p99_ms": 1.0}, "more at its median"),
+        ({"loop_lag_max_ms": 1e9}, "by more than the time that it ran"),
+        ({"state": "x"}, "neither came to its end nor was interrupted"),
+    ],
+)
+def test_a_client_that_says_what_cannot_be(changes: dict[str, Any], why: str) -> None:
+    finding = found([request()], "CONTRADICTION", requests_planned=1)
+    assert finding is None
+    report = build.build(manifest(), table([request()]), [facts(**changes)])
+    assert not report.verdict.valid and why in report.verdict.findings[0].message
+    near = facts(receive_lag_p50_ms=-0.01, receive_lag_p99_ms=0.2, receive_lag_max_ms=0.3)  # clocks differ
+    assert build.build(manifest(requests_planned=1), table([request()]), [near]).verdict.valid
+
+
+def test_a_turn_that_is_there_twice() -> None:
+    turns = [turn(0, 0, 1, 0), turn(1, 0, 2, 200), turn(2, 1, 1, 0)]
+    assert found(turns, "CONTRADICTION", requests_planned=4) is None
+    twice = found([*turns, turn(3, 0, 2, 400)], "CONTRADICTION", requests_planned=4)
+    assert twice is not None and "request 3 is a turn that another is too" in twice.message
+
+
+def test_a_warm_up_of_no_number(tmp_path: Path) -> None:
+    for warmup in (None, "x", [], 1.5, True):
+        config = {"warmup": warmup, "dataset": "d"}
+        assert build.build(manifest(config=config, dataset_prompts=9), table([request()]), [facts()]).requests.ok == 1
 
 
 HONEST = {"requests_planned": 3, "client_processes": 1, "config": {"stream": True, "concurrency": 2, "duration": 5.0,

@@ -303,6 +303,8 @@ def test_a_merge_killed_before_its_last_step_doubles_nothing(tmp_path: Path) -> 
         msgspec.json.encode(request(9, turn=2)),
         msgspec.json.encode(request(9, session=3, turn=0)),
         msgspec.json.encode(request(9, session=-1, turn=1)),
+        *(msgspec.json.encode(request(9, **{name: -1})) for name in ("prompt_tokens", "cached_tokens", "status")),
+        msgspec.json.encode(request(-1)),
         pytest.param(b'{"unknown":' + b"[" * 100_000, id="nested without end"),
     ],
 )  # fmt: skip

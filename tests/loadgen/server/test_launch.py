@@ -293,6 +293,7 @@ def test_a_link_that_no_container_could_follow(tmp_path: Path) -> None:
     (model / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
     said = refusal(LaunchError, tmp_path, model=str(model))
     assert f"{model}/model.safetensors is a link out of {model}" in said
+    (model / "circle").symlink_to("circle")
     assert planned(tmp_path, model=str(model), launch="process").settings.model == str(model)
 
 

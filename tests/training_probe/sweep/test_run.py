@@ -456,6 +456,16 @@ def test_a_full_disk_costs_a_sweep_its_gauges_only(tmp_path: Path, monkeypatch: 
     told.end("finished")
 
 
+def test_results_are_never_written_through_a_link(tmp_path: Path) -> None:
+    directory, outside = tmp_path / "run", tmp_path / "outside"
+    assert sweep([cell("ok")], settings(), directory, print, AROUND) == 0
+    (directory / results.RESULTS_FILE).unlink()
+    (directory / results.RESULTS_FILE).symlink_to(outside)
+    with pytest.raises(results.ResultsError, match="leads out of its directory"):
+        resume(directory, print, AROUND)
+    assert not outside.exists()
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds no manifest.json; name the directory of a sweep\.$"):
         resume(tmp_path, print, AROUND)
