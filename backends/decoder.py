@@ -354,9 +354,9 @@ class Recurrent:
 class Mlp:
     """`experts` MLPs of `width`, of which a token passes through `active`, and beside them one of `shared` that all
     pass through; a dense one has 1 expert. gated: three matrices, not two. biased: with biases. shared_gate: a learned
-    weight of the shared one. router_bias: of the router's scores. routed_plainly: by operators of PyTorch, on scores in
-    16 bit. imbalance: the load of the busiest expert over the mean. With a width of 0 it stands for a layer that has
-    none."""
+    weight of the shared one. router_bias: of the router's scores. router_float: these are computed in 32 bit.
+    routed_plainly: by operators of PyTorch, on scores in 16 bit. imbalance: the load of the busiest expert over the
+    mean. With a width of 0 it stands for a layer that has none."""
 
     width: int
     experts: int = 1
@@ -366,6 +366,7 @@ class Mlp:
     biased: bool = False
     shared_gate: bool = False
     router_bias: bool = False
+    router_float: bool = False
     routed_plainly: bool = False
     imbalance: float = 1.0
 

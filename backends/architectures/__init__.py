@@ -423,7 +423,7 @@ _QWEN_HYBRID = Family(
 _QWEN_HYBRID_MOE = replace(_QWEN_HYBRID, experts=_qwen_experts, sparse=_qwen_sparse)
 _GLM_MOE = Family(
     attention=_grouped(_qkv("attention_bias"), qk_norm="use_qk_norm"),
-    experts=_deepseek_experts,
+    experts=lambda fields: replace(_deepseek_experts(fields), router_float=True),
     sparse=_deepseek_sparse,
 )
 _DEEPSEEK = Family(attention=_latent, experts=_deepseek_experts, sparse=_deepseek_sparse)

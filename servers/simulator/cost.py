@@ -40,10 +40,19 @@ LATENT_TILE = 64  # heads that share a tile where all share one latent (FlashAtt
 # Launches of a layer kernel by kernel, beside norms and products: counted in steps of vLLM 0.25.1
 # (results:models/steps), and what Python does around them in operators that are not compiled, in units of a launch
 ATTENTION_LAUNCHES, LATENT_LAUNCHES = 3, 8  # rotary positions, the cache's write, attention; copies of keys and values
-ROUTED_LAUNCHES, PLAIN_ROUTING_LAUNCHES = 12, 9  # sorting, two group products, gate, sum; a router of plain operators
+# Sorting, two group products, gate, sum; a router of plain operators, and the gate of a shared expert beside it
+ROUTED_LAUNCHES, PLAIN_ROUTING_LAUNCHES = 12, 9
 GRAPH_LAUNCHES = 2.0  # of latent attention between parts of graphs, over those of others
 LATENT_MOVED = 16  # values of the queries' width that a token's keys, queries and outputs are copied and rotated in
 FASTER = 2.0  # 8-bit products over 16-bit ones by the same tensor cores; 4-bit over 8-bit
+FLOAT_ROUTER_LAUNCHES = 2  # of a router in 32 bit, beside its product: the sum of its parts, and the choice by groups
+FLOAT_RATIO = 1 / 27  # of the 16-bit peak, products in 32 bit without tensor cores: a router's, 256 to 4096 tokens
+# Group products of few tokens have tiles of so many rows and 64 columns (vLLM's defaults, get_default_config of its
+# fused_moe.py). Several tiles for one expert's rows read its weights as often, where they are too large to stay in the
+# L2 cache; bytes that all tiles read a second, for each FLOP/s of the peak. 48 rows on 4 experts of 33 MB (gate and up)
+# take 1.7 times as long as 16, on 8 of 23 MB 1.6, on 6 of 12 MB 1.4 (results:models/steps_mixtures, models/steps)
+NARROW_TILES, NARROW_COLUMNS = ((32, 16), (64, 32)), 64
+TILES_READ, L2_KEEPS = 0.007, 16 << 20
 # The largest of vLLM's graphs, by type of model, where it is not 512 (vllm/model_executor/models/config.py of 0.25)
 GRAPH_TOKENS = {"gpt_oss": 1024}
 # Of products of at most so many rows: rows and columns of the tiles that run together, and how many these are. vLLM's
@@ -530,11 +539,11 @@ class StepCost:
 
     def _mlp_s(self, kind: Layers, tokens: int) -> float:
         """Dense, or a mixture: each expert that any token reaches reads its weights and takes its share of tokens."""
-        mlp, hidden = kind.mlp, self._model.hidden
+        mlp = kind.mlp
         first = mlp.matrices - 1  # gate and up are one product
         if mlp.experts == 1:
             return self._dense_mlp_s(tokens, first, mlp.width / self._tp, "mlp")
-        seconds = self.gemm_s(tokens, mlp.experts, hidden) + self.experts_s(mlp, tokens, first)
+        seconds = self.router_s(mlp, tokens) + self.experts_s(mlp, tokens, first)
         return seconds + (self._dense_mlp_s(tokens, first, mlp.shared / self._tp, "shared") if mlp.shared else 0.0)
 
     def _dense_mlp_s(self, tokens: int, first: int, inner: float, part: str) -> float:
@@ -544,11 +553,21 @@ class StepCost:
         up = self.gemm_s(tokens, first * inner, hidden, 1, numbers) + self._quantize_s(tokens, hidden, numbers)
         return up + self.gemm_s(tokens, hidden, inner, 1, numbers) + self._quantize_s(tokens, inner, numbers)
 
+    def router_s(self, mlp: Mlp, tokens: int) -> float:
+        """Of a router in 32 bit all kernels; of others its product alone."""
+        seconds = self.gemm_s(tokens, mlp.experts, self._model.hidden)
+        if mlp.router_float:
+            flops = 2 * tokens * mlp.experts * self._model.hidden
+            seconds += flops / (FLOAT_RATIO * self._gpu.flops)
+            seconds += FLOAT_ROUTER_LAUNCHES * self._gpu.elementwise.launch_us * 1e-6
+        return seconds
+
     def experts_s(self, mlp: Mlp, tokens: int, first: int) -> float:
         """Where group products were measured, these quantize their inputs themselves; the sum over a token's experts
         comes after them."""
         hidden, inner, numbers, choices = self._model.hidden, mlp.width / self._tp, self._quantized, tokens * mlp.active
-        read = experts.reached(experts.uneven(mlp.experts, mlp.active, mlp.imbalance), tokens)
+        chances = experts.uneven(mlp.experts, mlp.active, mlp.imbalance)
+        read = experts.reached(chances, tokens)
         after = 0.0
         if numbers.experts is not None:
             fit = self._gpu.elementwise
@@ -556,7 +575,14 @@ class StepCost:
             values = choices * hidden * self._precision.value_bytes
             after = values / (fit.memory_ratio * self._gpu.memory_bytes_per_s) + fit.launch_us * 1e-6
         up = self.gemm_s(choices, first * inner, hidden, read, numbers)
-        return up + self.gemm_s(choices, hidden, inner, read, numbers) + after
+        products = up + self.gemm_s(choices, hidden, inner, read, numbers)
+        rows = next((rows for most, rows in NARROW_TILES if tokens <= most), math.inf)
+        plain = numbers.weight_bytes == self._plain.weight_bytes
+        if tokens * chances[0] > rows and plain and first * inner * hidden * numbers.weight_bytes > L2_KEEPS:
+            tiles = experts.tiles(chances, tokens, rows) * mlp.matrices * hidden * inner / NARROW_COLUMNS
+            read_s = tiles * (rows + NARROW_COLUMNS) * numbers.weight_bytes / (TILES_READ * self._gpu.flops)
+            products = max(products, read_s + 2 * numbers.fit.launch_us * 1e-6)
+        return products + after
 
     def _elementwise_terms(self, kind: Layers, tokens: int) -> tuple[float, float, float]:
         """Norms that add the residual (4 values a token each); rotary positions and the KV write, and norms of queries
@@ -575,7 +601,8 @@ class StepCost:
         return (
             tokens * 4 * kind.norms * self._model.hidden * a_value + kind.norms * launch,
             rope,
-            tokens * mlp.matrices * (mlp.width * mlp.active + mlp.shared) / self._tp * a_value + launch,
+            tokens * mlp.matrices * (mlp.width * mlp.active + mlp.shared) / self._tp * a_value
+            + launch * (1 + bool(mlp.shared and not mlp.routed_plainly)),
         )
 
     def _head_s(self, samples: int) -> float:
@@ -638,7 +665,8 @@ def launches_of(kind: Layers, hidden: int) -> int:
     dense = 3  # two products and the gate
     if mlp.experts == 1:
         return launches + dense
-    return launches + ROUTED_LAUNCHES + PLAIN_ROUTING_LAUNCHES * mlp.routed_plainly + dense * bool(mlp.shared)
+    launches += PLAIN_ROUTING_LAUNCHES * mlp.routed_plainly + FLOAT_ROUTER_LAUNCHES * mlp.router_float
+    return launches + ROUTED_LAUNCHES + dense * bool(mlp.shared)
 
 
 LLAMA_LAUNCHES = 10  # of `launches_of`

@@ -58,6 +58,11 @@ def reached(chances: Sequence[float], tokens: float) -> float:
     return float(sum([1 - (1 - each) ** tokens for each in chances]))
 
 
+def tiles(chances: Sequence[float], tokens: float, rows: float) -> float:
+    """How many tiles of so many rows the experts' tokens fill, on average."""
+    return float(sum([(1 - (1 - each) ** tokens) * math.ceil(tokens * each / rows) for each in chances]))
+
+
 def _where(holds: Callable[[float], bool], most: float) -> float:
     """The least number up to `most` from which on it holds."""
     low, high = 0.0, most

@@ -17,7 +17,7 @@ import pytest
 from backends import catalog
 from backends.decoder import Mlp, ModelSpec, Precision
 from servers.schedulers import Sequence, Step
-from servers.simulator import hardware
+from servers.simulator import experts, hardware
 from servers.simulator.build import Setup, emulate, profiles
 from servers.simulator.cost import (
     DecodeAttentionCost,
@@ -492,7 +492,12 @@ def test_launches_follow_from_the_layers() -> None:
     attention, the gate. Gemma has two norms more and those of queries and keys; a mixture has more still, and latent
     attention with a plain router most."""
     own = Overheads(launch_us=1000.0, launch_eager_layer_us=500.0, graph_tokens=512)
-    for name, kernels in (("7b", 32 * 10), ("gemma-3-12b", 48 * 13), ("qwen3-30b-a3b", 48 * 20)):
+    for name, kernels in (
+        ("7b", 32 * 10),
+        ("gemma-3-12b", 48 * 13),
+        ("qwen3-30b-a3b", 48 * 20),
+        ("glm-4.5-air", 10 + 45 * 24),
+    ):
         each = StepCost(model(name), H200, 1, None, F16, own)
         assert each.launch_s(prefill(513))[0] == pytest.approx((1000.0 + 50.0 * kernels) * 1e-6)
     deepseek = StepCost(model("deepseek-v3"), H200, 1, None, F16, own)
@@ -511,6 +516,28 @@ def test_plain_routers_send_all_tokens_of_random_weights_to_the_same_experts() -
         assert any("same experts" in note or "choose the same" in note for note in emulated.facts.notes)
     an_expert = 3 * 4096 * 1408 * 2 / (H200.experts["bf16"].memory_ratio * H200.memory_bytes_per_s)
     assert took_s[False] - took_s[True] == pytest.approx(32 * 57.9 * an_expert, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "measured_us"),
+    [("glm-4.5-air", 1, 83), ("glm-4.5-air", 48, 146), ("glm-4.5-air", 120, 132), ("gpt-oss-20b", 1, 60),
+     ("gpt-oss-20b", 16, 67), ("gpt-oss-20b", 48, 113), ("gpt-oss-20b", 120, 106)],
+)  # fmt: skip
+def test_group_products_whose_rows_all_go_to_the_same_experts(name: str, rows: int, measured_us: float) -> None:
+    """Both products, their sorting, gate and sum in a layer (results:models/steps_mixtures): tiles of few rows read an
+    expert's weights again and again, so that 48 rows may take longer than 120."""
+    mlp = model(name).kinds[-1].mlp
+    tied = replace(mlp, imbalance=experts.most_imbalance(mlp.experts, mlp.active))
+    assert cost(name).experts_s(tied, rows, 2) == pytest.approx(measured_us * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(("rows", "measured_us"), [(48, 13.6), (256, 19.1), (512, 27.2), (2048, 69.1), (4096, 131.7)])
+def test_glms_router_is_computed_in_32_bit(rows: int, measured_us: float) -> None:
+    """Its product, the sum of the product's parts, and the choice by groups (results:models/steps_mixtures)."""
+    spec, each = model("glm-4.5-air"), cost("glm-4.5-air")
+    mlp = spec.kinds[-1].mlp
+    assert mlp.router_float and not model("deepseek-v3").kinds[-1].mlp.router_float
+    assert each.router_s(mlp, rows) == pytest.approx(measured_us * 1e-6, rel=0.2)
 
 
 def test_products_of_few_rows_have_their_own_rate() -> None:

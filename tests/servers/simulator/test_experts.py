@@ -93,3 +93,10 @@ def test_a_note_says_what_routing_is_assumed_and_what_was_not_measured() -> None
     assert "choose experts evenly and at random." in notes("h200")
     assert "the busiest expert is taken to have 1.5 times the mean load." in notes("h200", 1.5)
     assert "group products were not measured here" in notes("b200") and hardware.find("h200").experts
+
+
+def test_tiles_are_filled_by_each_experts_own_tokens() -> None:
+    assert experts.tiles((1.0, 1.0, 0.0), 48, 32) == 4
+    even = experts.uneven(128, 8, 1)
+    assert experts.tiles(even, 48, 32) == pytest.approx(experts.reached(even, 48))
+    assert experts.tiles((1.0, 0.5), 40, 16) == pytest.approx(3 + 2)
