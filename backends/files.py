@@ -23,6 +23,7 @@ class PackedError(OSError):
 
 
 _GZIP, _ZSTD, _XZ = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00"
+_BLOCK_BYTES = 1 << 16
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -42,24 +43,13 @@ def unpacked(path: Path, file: BinaryIO) -> BinaryIO:
             buffered = io.BufferedReader(_Unpacking(path, buffered, unpacker))
             begins = buffered.peek(len(codecs.BOM_UTF8))
         if begins.startswith(_WIDE):
-            return io.BytesIO(_narrow(path, buffered))
+            return io.BufferedReader(_Narrowing(path, buffered))
         if begins.startswith(codecs.BOM_UTF8):
             buffered.read(len(codecs.BOM_UTF8))
     except BaseException:
         file.close()
         raise
     return buffered
-
-
-def read_bytes(path: Path | str) -> bytes:
-    """What a file holds, as `opened` reads it. Raises OSError."""
-    with opened(Path(path)) as file:
-        return file.read()
-
-
-def read_text(path: Path | str) -> str:
-    """Raises OSError, and UnicodeDecodeError for what is neither UTF-8 nor, with its mark, UTF-16."""
-    return read_bytes(path).decode()
 
 
 def _unpacked(path: Path, file: BinaryIO, begins: bytes) -> IO[bytes] | None:
@@ -128,13 +118,32 @@ class _Unpacking(io.RawIOBase):
         super().close()
 
 
-def _narrow(path: Path, file: BinaryIO) -> bytes:
-    try:
-        return file.read().decode("utf-16").encode()
-    except UnicodeError:
-        raise _wrong(path, "it begins as UTF-16 and is none") from None
-    finally:
-        file.close()
+class _Narrowing(io.RawIOBase):
+    """Reads UTF-16 as UTF-8, a block at a time: a file may have no end."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-16")().decode
+        self._narrow = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        wide = b"more"
+        try:
+            while wide and not self._narrow:
+                wide = self._file.read(_BLOCK_BYTES)
+                self._narrow = self._decode(wide, not wide).encode()
+        except UnicodeError:
+            raise _wrong(self._path, "it begins as UTF-16 and is none") from None
+        read, self._narrow = self._narrow[: len(buffer)], self._narrow[len(buffer) :]
+        buffer[: len(read)] = read
+        return len(read)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _wrong(path: Path, why: str) -> PackedError:

@@ -16,7 +16,7 @@ import msgspec
 from backends import catalog
 from backends.architectures.fields import MalformedConfig, UnknownModel
 from backends.decoder import ModelSpec
-from backends.files import read_bytes
+from backends.foreign_files import read_named
 from backends.untrusted import UNDECODABLE, nearest, reason
 from loadgen.config import ConfigError
 
@@ -199,7 +199,7 @@ class _Index(msgspec.Struct):
 
 def _is_complete(index: Path) -> bool:
     try:
-        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        names = set(msgspec.json.decode(read_named(index), type=_Index).weight_map.values())
         return all((index.parent / name).is_file() for name in names)
     except (OSError, *UNDECODABLE):
         return False
@@ -208,7 +208,7 @@ def _is_complete(index: Path) -> bool:
 def _read_config(directory: Path) -> tuple[dict[str, object], str]:
     """Its config.json; empty for one that cannot be read, with the reason."""
     try:
-        return msgspec.json.decode(read_bytes(directory / "config.json"), type=dict[str, object]), ""
+        return msgspec.json.decode(read_named(directory / "config.json"), type=dict[str, object]), ""
     except OSError as error:
         return {}, f"it cannot be read ({error.strerror or error})"
     except UNDECODABLE as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from backends.files import read_bytes
+from backends.foreign_files import read_named
 from backends.untrusted import UNDECODABLE, printable, reason
 from training_probe.grid import Cell, GridError
 from training_probe.protocol import BETAS, CLIP_NORM, WEIGHT_DECAY, deepspeed_config, learning_rate
@@ -94,7 +94,7 @@ _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.off
 def read(path: Path) -> dict[str, Any]:
     """What the file holds. Raises GridError."""
     try:
-        held = msgspec.json.decode(read_bytes(path))
+        held = msgspec.json.decode(read_named(path))
     except OSError as error:
         raise GridError(f"{FLAG} {path} cannot be read ({error.strerror or error}); name a JSON file.") from None
     except UNDECODABLE as error:

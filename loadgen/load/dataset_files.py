@@ -103,17 +103,15 @@ def holds_conversations(path: Path) -> bool:
 
 def _begins_list(file: BinaryIO) -> bool:
     """Leaves the file at its beginning."""
-    head = file.peek(1 << 12) if isinstance(file, io.BufferedReader) else file.read(1 << 12)
-    if not isinstance(file, io.BufferedReader):
-        file.seek(0)
-    return head.lstrip().startswith(b"[")
+    assert isinstance(file, io.BufferedReader)
+    return file.peek(1 << 12).lstrip().startswith(b"[")
 
 
 def _begins_conversations(path: Path) -> bool:
     with opened(path) as file:
         if _begins_list(file):
             return _list_begins_conversations(file.read(_HEAD_BYTES).lstrip()[1:].lstrip())
-        first = next((text for line in file if (text := line.strip())), b"")
+        first = next((text for line in named_lines(file, path) if (text := line.strip())), b"")
     try:
         keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw]).keys()
     except UNDECODABLE:  # of which kind the mistake is

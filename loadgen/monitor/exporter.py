@@ -37,6 +37,7 @@ from loadgen.rundir import SNAPSHOT_FILE, SNAPSHOT_SCHEMA, MetricFamily, RunErro
 HOST = "127.0.0.1"
 STALE_S = 30.0
 KEEP_S = 7 * 86400.0
+_SUFFIXES = {"counter": ("total", "created"), "histogram": ("bucket", "sum", "count", "created")}  # of its series
 MOST_ID_CHARACTERS = 118  # of a request's id: OpenMetrics gives an exemplar 128 with the label's name
 REQUEST_TIMEOUT_S = 30.0
 MOST_CONNECTIONS = 64  # at once; who comes then is refused
@@ -162,8 +163,7 @@ def _checked(metrics: Iterator[Metric], owners: dict[str, str]) -> dict[str, Met
         seen = [(sample.name, *sorted(sample.labels.items())) for sample in metric.samples]
         if len(set(seen)) < len(seen):
             raise ValueError(f"{metric.name} has a series twice")
-        names = {metric.name, *(sample.name for sample in metric.samples)}
-        for name in names:
+        for name in (metric.name, *(f"{metric.name}_{suffix}" for suffix in _SUFFIXES.get(metric.type, ()))):
             if series.setdefault(name, metric.name) != metric.name or owners.get(name, metric.name) != metric.name:
                 raise ValueError(f"{name} is of two families")
     owners.update(series)
@@ -229,6 +229,8 @@ def _family(family: MetricFamily, run: dict[str, str]) -> Metric:
     else:
         metric = (GaugeMetricFamily if family.type == "gauge" else CounterMetricFamily)(name, help_text, labels=names)
         for sample in family.samples:
+            if family.type == "counter" and sample.value < 0:
+                raise ValueError(family.name)
             metric.add_metric(_values(names, {**run, **sample.labels}), sample.value)
     return metric  # type: ignore[no-any-return]
 

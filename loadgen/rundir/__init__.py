@@ -242,7 +242,7 @@ def alone(directory: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         try:
-            file = os.open(directory, os.O_RDONLY)
+            file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

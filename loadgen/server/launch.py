@@ -338,7 +338,7 @@ class _Draft:
         for name, change in self.adapter.overlays.items():
             path = self.local / name
             try:
-                files[view / name] = change(path.read_bytes() if path.is_file() else None)
+                files[view / name] = change(foreign_files.read_named(path) if path.is_file() else None)
             except (OSError, ValueError, *UNDECODABLE) as error:
                 raise LaunchError(f"cannot use {path}: {error}.") from None
         return str(view), files

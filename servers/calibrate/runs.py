@@ -21,6 +21,7 @@ from backends import catalog
 from backends.decoder import ModelSpec
 from backends.exit_codes import UserError
 from backends.files import opened
+from backends.foreign_files import named_lines
 from backends.launch import version_in
 from backends.untrusted import UNDECODABLE, reason
 from loadgen import models, rundir
@@ -264,7 +265,7 @@ def _lines(path: Path) -> tuple[RunFacts, list[Floats]]:
     rows = []
     try:
         with opened(path) as file:
-            for line in file:
+            for line in named_lines(file, path):
                 row = msgspec.json.decode(line, type=_Line)
                 if row.run is not None:
                     facts = row.run.over(facts)

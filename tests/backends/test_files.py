@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.files import opened, read_bytes, read_text
+from backends.files import opened
+from backends.foreign_files import read_named
 from tests import packers
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {"plain": bytes, **packers.PACKERS}
@@ -22,7 +23,7 @@ def test_what_was_packed_and_marked_comes_back(
     path = tmp_path_factory.mktemp("file") / "file"
     for encoding in ("utf-8-sig", "utf-16"):
         path.write_bytes(PACKERS[packer](text.encode(encoding)))
-        assert read_text(path) == text
+        assert read_named(path).decode() == text
 
 
 @pytest.mark.parametrize("packer", PACKERS)
@@ -42,15 +43,15 @@ def test_a_damaged_file_is_an_os_error(tmp_path: Path, packer: str) -> None:
     for damaged in (packed[:-3], packed[: len(packed) // 2], packed[:12] + b"abcdefgh" * 4 + packed[44:]):
         path.write_bytes(damaged)
         with pytest.raises(OSError, match="it cannot be unpacked: "):
-            read_bytes(path)
+            read_named(path)
 
 
 def test_what_is_no_text_and_no_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\xff\xfea")
     with pytest.raises(OSError, match="begins as UTF-16 and is none"):
-        read_bytes(path)
+        read_named(path)
     path.write_bytes(b"\xffa")
-    assert read_bytes(path) == b"\xffa"
+    assert read_named(path) == b"\xffa"
     with pytest.raises(IsADirectoryError):
-        read_bytes(tmp_path)
+        read_named(tmp_path)

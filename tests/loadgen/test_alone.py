@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,15 @@ def test_the_second_takes_nothing_of_the_first_away(tmp_path: Path, monkeypatch:
         with pytest.raises(rundir.RunError), rundir.measuring(tmp_path, plan="plan.json"):
             pass
         assert (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "collect", "compare"])
+def test_a_pipe_is_no_directory(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    held = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)  # so that a mistake ends
+    assert cli.invoke([command, *[str(tmp_path / "pipe")] * (1 + (command == "compare"))]) == 2
+    os.close(held)
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_comparison_only_reads(taken: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from backends import foreign_files
 from backends.foreign_files import named_lines, read_named
 from loadgen import cli
 from loadgen.document import figure
+from loadgen.load.dataset_files import holds_conversations
+from loadgen.models import _read_config
 from loadgen.report import build
 from loadgen.target import Target, TransportError, get
 from tests.loadgen.tables import facts, manifest, request, write_run
@@ -115,6 +117,39 @@ def test_lines_of_a_named_file(tmp_path: Path) -> None:
     with path.open("rb") as file, pytest.raises(OSError, match="a line of it"):
         list(named_lines(file, path, 20))
     assert read_named(path, 36) == path.read_bytes()
+
+
+def sparse(path: Path, begin: bytes = b"") -> Path:
+    path.write_bytes(begin)
+    os.truncate(path, 1 << 40)
+    return path
+
+
+@pytest.mark.parametrize("begin", [b"", b"\xff\xfe", b"[", b"\n"])
+def test_large_files_of_nothing(begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(foreign_files, "MOST_LIST_BYTES", 1 << 20)
+    path = sparse(tmp_path / "large", begin)
+    out = ["--out", str(tmp_path / "out")]
+    for flags in (["--dataset", str(path)], ["--config", str(path)]):
+        assert cli.invoke(["run", *flags, *out]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "Traceback" not in told
+    directory = write_run(tmp_path / "run", [request()], manifest(requests_planned=1), facts())
+    sparse(directory / "manifest.json", begin)
+    assert cli.invoke(["report", str(directory)]) == 2
+    assert "manifest.json: it is larger than 64 MiB" in capsys.readouterr().err
+
+
+def test_a_models_config_without_end(tmp_path: Path) -> None:
+    sparse(tmp_path / "config.json")
+    assert "it is larger than 64 MiB" in _read_config(tmp_path)[1]
+
+
+def test_a_dataset_of_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * 9_000_000 + b'{"messages": []}'))
+    assert not holds_conversations(path)
 
 
 @pytest.mark.parametrize("invoke", [cli.invoke, training_cli.invoke])

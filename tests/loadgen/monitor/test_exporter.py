@@ -340,6 +340,8 @@ HOSTILE_FAMILIES = {
     "bounds that fall": MetricFamily(
         "llm_dissect_x", "histogram", "X.", histograms=[Histogram([2.0, 1.0], [1, 1, 1], 1.0)]
     ),
+    "a counter's beginning": MetricFamily("llm_dissect_requests_created", "gauge", "X.", [MetricSample(1)]),
+    "a count below zero": MetricFamily("llm_dissect_x", "counter", "X.", [MetricSample(-1.0)]),
     "counts below zero": MetricFamily("llm_dissect_x", "histogram", "X.", histograms=[Histogram([1.0], [-1, 1], 1.0)]),
 }
 
