@@ -29,9 +29,8 @@ YES = "yes"  # in the column `compile`
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
     """One printed number. engine, method: of the closest cell, empty where none is close. counts: what of the allocator
-    is meant, or the whole process. options: of the cell, as the file has them. zero: what its
-    DeepSpeed was told besides. same: how well the cell expresses it;
-    differs: what is otherwise, or why there is no cell, a clause."""
+    is meant, or the whole process. options: of the cell, as the file has them. zero: what its DeepSpeed was told
+    besides. same: how well the cell expresses it; differs: what is otherwise, or why there is no cell, a clause."""
 
     source: str
     row: str
