@@ -73,17 +73,23 @@ class Names:
                 f"the reply has the id of an earlier one, {printable(id, MOST_NAME_CHARS)}: it answers another "
                 "request, or comes out of a gateway's cache"
             )
-        else:
+        elif not _is_long(id):  # a long one is all that this server has, or the first of ids that each come twice
             self._ids = None
 
     def _are_unique(self, id: str) -> bool:
         """Whether two replies cannot have an id like this by chance: it is long, or one of a series. What looks like a
         time, or is drawn from a thousand numbers, does not tell replies apart."""
         assert self._ids is not None
+        if _is_long(id):
+            return True
         tail = _TAIL.search(id)
-        if tail is None or not tail[0].isdigit():
-            return tail is not None and len(tail[0]) >= LONG_ID
-        return len(tail[0]) <= SHORT_NUMBER and self._highest - self._lowest < 2 * len(self._ids) + SPREAD
+        close = self._highest - self._lowest < 2 * len(self._ids) + SPREAD
+        return tail is not None and tail[0].isdigit() and len(tail[0]) <= SHORT_NUMBER and close
+
+
+def _is_long(id: str) -> bool:
+    tail = _TAIL.search(id)
+    return tail is not None and not tail[0].isdigit() and len(tail[0]) >= LONG_ID
 
 
 class Exchange:

@@ -33,12 +33,19 @@ def test_a_reply_with_the_id_of_an_earlier_one_is_none_of_ours(ids: list[str]) -
         taken(ids).take(ReplyIdentity(ids[1], "m"))
 
 
+def test_replies_that_each_come_twice_are_told_from_the_second_on() -> None:
+    names = taken(["cmpl-a8Fk2LpQ", "cmpl-a8Fk2LpQ", "cmpl-b8Fk2LpQ"])  # the first could be the server's only id
+    with pytest.raises(ProtocolError, match="the id of an earlier one, cmpl-b8Fk2LpQ"):
+        names.take(ReplyIdentity("cmpl-b8Fk2LpQ", "m"))
+
+
 @pytest.mark.parametrize(
     "ids",
     [
         [""] * 9,
         ["chatcmpl-123"] * 9,  # one for all
         ["chatcmpl-default"] * 9,
+        ["slot-0", "slot-0", "slot-1", "slot-1", "slot-0"],
         ["chatcmpl-1700000000"] * 2 + ["chatcmpl-1700000001"] * 3 + ["chatcmpl-1700000002"] * 3,  # the second
         ["chatcmpl-1700000000123", "chatcmpl-1700000000124", "chatcmpl-1700000000124"],
         [f"chatcmpl-{number}" for number in random.Random(1).choices(range(999), k=2000)],  # as Ollama draws them
