@@ -9,6 +9,7 @@ import binascii
 import dataclasses
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ MAX_LINE_CHARS = 300
 # What decoding JSON may raise: not JSON or not of the type asked for, no UTF-8, nested without end.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+MOST_KNOWN = 1000
 NEAR_RATIO = 0.65  # difflib's: `rnu` is near to `run` (0.67), and `nope` not to `openai` (0.6)
 
 
@@ -41,8 +43,9 @@ def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
 
 
 def nearest(typed: str, known: Iterable[str]) -> str | None:
-    """The name that `typed` was probably meant to be; None where none is near."""
-    return next(iter(difflib.get_close_matches(typed, list(known), n=1, cutoff=NEAR_RATIO)), None)
+    """The name that `typed` was probably meant to be; None where none is near. A server may list names without end."""
+    names = itertools.islice(known, MOST_KNOWN)
+    return next(iter(difflib.get_close_matches(typed, list(names), n=1, cutoff=NEAR_RATIO)), None)
 
 
 def reason(error: Exception) -> str:
