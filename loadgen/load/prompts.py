@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.exit_codes import lacking
+from backends.foreign_files import read_named
 from backends.protocol import Prompt
 from loadgen.load.lengths import WorkloadError
 from loadgen.load.load import Load
@@ -264,9 +265,10 @@ def tokenizer_count(source: str) -> Callable[[str], int]:
     if not path.exists():
         path = _cached_tokenizer(source)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_named(path))
     except Exception as error:  # the library raises bare Exception
-        raise WorkloadError(f"cannot load a tokenizer from {path}: {str(error).splitlines()[0]}.") from None
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise WorkloadError(f"cannot load a tokenizer from {path}: {why}.") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -91,4 +92,7 @@ def test_exact_text_gives_the_nearest_when_words_cannot() -> None:
 def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WorkloadError, match="cannot load a tokenizer"):
+        tokenizer_count(str(tmp_path))
+    os.truncate(tmp_path / "tokenizer.json", 1 << 40)
+    with pytest.raises(WorkloadError, match=r"cannot load a tokenizer .* it is larger than 64 MiB"):
         tokenizer_count(str(tmp_path))
