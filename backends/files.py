@@ -43,7 +43,7 @@ def unpacked(path: Path, file: BinaryIO) -> BinaryIO:
             buffered = io.BufferedReader(_Unpacking(path, buffered, unpacker))
             begins = buffered.peek(len(codecs.BOM_UTF8))
         if begins.startswith(_WIDE):
-            return io.BufferedReader(_Narrowing(path, buffered))
+            return io.BufferedReader(_Unpacking(path, buffered, cast(IO[bytes], _Utf16(path, buffered))))
         if begins.startswith(codecs.BOM_UTF8):
             buffered.read(len(codecs.BOM_UTF8))
     except BaseException:
@@ -79,7 +79,7 @@ class _Zstd:
         """At most so many bytes; none at the end. Raises EOFError for a file that was cut, and zstandard's error."""
         while not self._unpacked:
             packed = self._frame.unused_data if self._frame.eof else b""
-            packed = packed or self._file.read(1 << 16)
+            packed = packed or self._file.read(_BLOCK_BYTES)
             if not packed:
                 if not self._frame.eof:
                     raise EOFError("it ended before the end of its last frame")
@@ -88,6 +88,30 @@ class _Zstd:
                 self._frame = self._start()
             self._unpacked = self._frame.decompress(packed)
         read, self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return read
+
+    def close(self) -> None:
+        """The file is closed by who opened it."""
+
+
+class _Utf16:
+    """Reads UTF-16 as UTF-8, a block at a time: a file may have no end."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-16")().decode
+        self._narrow = b""
+
+    def read(self, size: int) -> bytes:
+        """At most so many bytes; none at the end. Raises PackedError."""
+        wide = b"more"
+        try:
+            while wide and not self._narrow:
+                wide = self._file.read(_BLOCK_BYTES)
+                self._narrow = self._decode(wide, not wide).encode()
+        except UnicodeError:
+            raise _wrong(self._path, "it begins as UTF-16 and is none") from None
+        read, self._narrow = self._narrow[:size], self._narrow[size:]
         return read
 
     def close(self) -> None:
@@ -115,34 +139,6 @@ class _Unpacking(io.RawIOBase):
     def close(self) -> None:
         self._unpacker.close()
         self._packed.close()
-        super().close()
-
-
-class _Narrowing(io.RawIOBase):
-    """Reads UTF-16 as UTF-8, a block at a time: a file may have no end."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._decode = codecs.getincrementaldecoder("utf-16")().decode
-        self._narrow = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        wide = b"more"
-        try:
-            while wide and not self._narrow:
-                wide = self._file.read(_BLOCK_BYTES)
-                self._narrow = self._decode(wide, not wide).encode()
-        except UnicodeError:
-            raise _wrong(self._path, "it begins as UTF-16 and is none") from None
-        read, self._narrow = self._narrow[: len(buffer)], self._narrow[len(buffer) :]
-        buffer[: len(read)] = read
-        return len(read)
-
-    def close(self) -> None:
-        self._file.close()
         super().close()
 
 

@@ -29,8 +29,8 @@ YES = "yes"  # in the column `compile`
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
     """One printed number. engine, method: of the closest cell, empty where none is close. counts: what of the allocator
-    is meant, or the whole process. options: of the cell, as the file has them. zero: what its DeepSpeed was told
-    besides. same: how well the cell expresses it; differs: what is otherwise, or why there is no cell, a clause."""
+    is meant, or the whole process. options: of the cell, as the file has them. zero: sizes in its DeepSpeed's
+    file. same: how well the cell expresses it; differs: what is otherwise, or why there is no cell, a clause."""
 
     source: str
     row: str
@@ -67,8 +67,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
     def sizes(self, cell: Cell) -> own_deepspeed.ZeroSizes:
         """Of the column `zero`."""
-        told = {name: float(value) for name, value in (word.split("=") for word in self.zero.split())}
-        own = {"zero_optimization": told}
+        given = {name: float(value) for name, value in (word.split("=") for word in self.zero.split())}
+        own = {"zero_optimization": given}
         if field := own_deepspeed.uncounted(cell, own):
             raise ValueError(f"{self.row}: no memory is predicted with {field}")
         return own_deepspeed.sizes(cell, own)

@@ -41,11 +41,10 @@ from loadgen.load.turns import ActiveSessions, Base
 from loadgen.plan import ClientJob, ClientPlan, Timeouts
 from loadgen.rundir import WriteError
 from loadgen.rundir.outcomes import AS_PLANNED
-from loadgen.rundir.records import ClientFacts, RecordsFile
+from loadgen.rundir.records import TICK_NS, ClientFacts, RecordsFile
 from loadgen.target import TransportError
 
 SLICE_NS = 1_000_000  # longest work between two looks at the sockets
-TICK_NS = 10_000_000  # how often the loop's own lag is taken
 STALL_NS, MOST_STALLS = 50_000_000, 1000  # a lag from which on it is kept when it was
 FLUSH_S = 0.02  # how long a finished request may wait to be written
 MANY_FINISHED = 4096  # waiting to be written: from here on memory matters more than punctuality

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from loadgen.report import metrics
 from loadgen.report.metrics import METRICS, PERCENTILES, Convention, event_times_us
 from loadgen.report.schema import ClientStall, Stall
-from loadgen.rundir.records import ClientFacts, RequestTable
+from loadgen.rundir.records import TICK_NS, ClientFacts, RequestTable
 
 CELL_US, MOST_CELLS = 10_000, 1 << 20  # wider cells from three hours on
 # A kernel that is compiled takes a second or more. Of 20 runs of real servers (results:h200/serving, results:vllm_cpu)
@@ -37,7 +37,6 @@ FLOOR_US = 1_000_000
 STALL_RATIO = 4
 # What came in while the client stood still is stamped when it has read it all, a little after it goes on.
 CATCH_UP_S, CATCH_UP_RATIO = 0.005, 0.1
-GRAIN_S = 0.01  # how often the client looks: a stall began as much before it is seen to
 MOVED_RATIO, MOVED_MS = 0.05, 1.0  # a statistic that is larger by more than this with the touched requests than without
 PREFILL_PERCENT = 75  # a quarter of the silent prefills may be stalls themselves
 
@@ -73,7 +72,7 @@ def of_client(measured: RequestTable, facts: Sequence[ClientFacts], rules: Conve
     for start_s, end_s in sorted(stall for fact in facts for stall in fact.stalls):
         late_ns = 1e9 * (end_s + CATCH_UP_S + CATCH_UP_RATIO * (end_s - start_s))
         within = [(stamp >= start_s * 1e9) & (stamp <= late_ns) & (stamp != -1) for stamp in stamps]
-        due = (measured.scheduled_ns >= 1e9 * (start_s - GRAIN_S)) & (measured.scheduled_ns <= end_s * 1e9)
+        due = (measured.scheduled_ns >= start_s * 1e9 - TICK_NS) & (measured.scheduled_ns <= end_s * 1e9)
         these = np.logical_or.reduce([due, *within])
         touched |= these
         over = (stamps[0] != -1) & (stamps[0] < start_s * 1e9) & (stamps[1] > late_ns)  # caught up with later

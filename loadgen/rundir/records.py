@@ -40,6 +40,7 @@ from loadgen.rundir.parts import JOINED, OF_THE_RUN, RecordsPart
 SCHEMA = "loadgen.requests/1"
 
 PHASES = ("warmup", "measured")
+TICK_NS = 10_000_000  # how often a client takes its event loop's lag: a stall began up to that before it is seen to
 
 MOST_TURNS = 1 << 31  # of a session
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # as a column takes it

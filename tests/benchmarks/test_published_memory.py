@@ -73,14 +73,14 @@ def test_how_far_off_tools_of_today_are(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_torchs_adamw_of_then_had_more_at_its_step() -> None:
     """Two lists of square roots, fp32, as large as the adapters, and then that of a step is its highest moment."""
-    for row, size in (("7B LoRA, 256 tokens", "1.2 GiB"), ("14B LoRA, 256 tokens", "1.9 GiB")):
-        found = next(each for each in published.rows() if (each.source, each.row) == ("Qwen", row))
-        asked = found.cell()
-        assert asked is not None
-        prediction = prediction_of(asked, described_models([asked])[asked.model])
+    for name, size in (("7B LoRA, 256 tokens", "1.2 GiB"), ("14B LoRA, 256 tokens", "1.9 GiB")):
+        row = next(each for each in published.rows() if (each.source, each.row) == ("Qwen", name))
+        cell = row.cell()
+        assert cell is not None
+        prediction = prediction_of(cell, described_models([cell])[cell.model])
         assert isinstance(prediction, Prediction)
         adapters = prediction.terms_bytes["adapters"]
-        assert f"{2 * adapters / GIB:.1f} GiB" == size and size in found.differs
+        assert f"{2 * adapters / GIB:.1f} GiB" == size and size in row.differs
         step = prediction.moments[-1]
         assert step.name == "optimizer step" and step.bytes + 2 * adapters > prediction.peak_bytes
 

@@ -133,8 +133,8 @@ def test_large_files_of_nothing(begin: bytes, tmp_path: Path, capsys: pytest.Cap
     out = ["--out", str(tmp_path / "out")]
     for flags in (["--dataset", str(path)], ["--config", str(path)]):
         assert cli.invoke(["run", *flags, *out]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and "Traceback" not in told
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and "Traceback" not in printed
     directory = write_run(tmp_path / "run", [request()], manifest(requests_planned=1), facts())
     sparse(directory / "manifest.json", begin)
     assert cli.invoke(["report", str(directory)]) == 2
